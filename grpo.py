@@ -5,10 +5,9 @@ Each System 1 sample takes its attempt's reward. In this order:
 
     A_sys2 = (r − mean over the G) / std over the G      `group_advantages` on System 2's samples
     A_sys1 = (r − mean over the M) / std over the M      the same on System 1's: its own group
-    System 1's samples are brought from M to G           `balance`, after the advantages saw all
-    L = L_sys2 + L_sys1                                  `grpo_loss`: −min(…) + λ·KL
-        each a mean over its samples of                  `token_weights` makes both means
-        −(1/|y|) Σ_t min(ρ_t A, clip(ρ_t, 1−ε, 1+ε) A)
+    G of System 1's M samples are drawn                  `balance`, after all have an advantage
+    L = L_sys2 + L_sys1, each a mean over its samples    `token_weights` for the means
+        of −(1/|y|) Σ_t min(ρ_t A, clip(ρ_t, 1−ε, 1+ε) A)    `grpo_loss`, which adds λ·KL
 
 System 2's sequence spans all turns of its attempt. On policy, with one optimizer step per batch,
 ρ is 1 and the gradient is the plain policy gradient.
@@ -28,9 +27,9 @@ def group_advantages(rewards: Tensor, groups: Sequence[Hashable], *, divide: boo
     """Normalises rewards, one per sample, within their groups: (r − mean) / std, fp32.
 
     The std is the population's, without an epsilon, so the rewards' scale does not matter. Without
-    `divide` it is r − mean (Dr. GRPO, arXiv 2503.20783). `groups[i]` names the group of sample i
-    (any hashable key, so groups may have any size and order). A sample alone in its group gets 0,
-    and so do equal rewards. ValueError if a reward is not finite or the lengths differ.
+    `divide` it is r − mean (Dr. GRPO, arXiv 2503.20783). `groups[i]` is the group of sample i, as a
+    hashable key. Groups may have any size and order. A sample alone in its group gets 0, and so do
+    equal rewards. ValueError if a reward is not finite or the lengths differ.
 
     >>> group_advantages(torch.tensor([1., 0., 0., 1.]), ["a", "a", "b", "a"])    # "b" stands alone
     tensor([ 0.7071, -1.4142,  0.0000,  0.7071])
@@ -54,20 +53,20 @@ def group_advantages(rewards: Tensor, groups: Sequence[Hashable], *, divide: boo
 
 
 def balance(sys1_indices: Sequence[int], target: int, generator: torch.Generator) -> list[int]:
-    """Brings one question's M System 1 samples to `target` (System 2's number), drawing uniformly.
+    """Draws `target` (System 2's number) of one question's M System 1 samples, uniformly.
 
-    M > target: `target` of them without replacement. 0 < M < target: all of them, and the
-    missing ones drawn again. M = 0: none. Returns indices out of `sys1_indices`.
+    M > target: `target` of them without replacement. 0 < M < target: each of them, and random ones
+    again up to `target`. M = 0: none. Returns elements of `sys1_indices`.
     """
     m = len(sys1_indices)
     if m == 0:
         return []
     if m >= target:
-        drawn = torch.randperm(m, generator=generator)[:target].tolist()
+        draws = torch.randperm(m, generator=generator)[:target].tolist()
     else:
-        missing = torch.randint(m, (target - m,), generator=generator).tolist()
-        drawn = [*range(m), *missing]
-    return [sys1_indices[i] for i in drawn]
+        repeats = torch.randint(m, (target - m,), generator=generator).tolist()
+        draws = [*range(m), *repeats]
+    return [sys1_indices[i] for i in draws]
 
 
 def token_weights(
@@ -77,12 +76,12 @@ def token_weights(
     loss_weights: Sequence[float] | None = None,
     mean: str = "sample",
 ) -> list[Tensor]:
-    """Each token's weight in the loss, fp32, one [T] a sample; importance weights come on top.
+    """Each token's weight in the loss: an fp32 tensor [T] for each sample.
 
-    Where the mask is set it is loss_weight / (|y| · `counts`), else 0; |y| is the mask's sum.
-    `loss_weights` says how much each sample counts, 1 unless given. `counts` is the sum of all loss
-    weights of this term of the loss in the whole step, over all ranks. So losses are simply summed
-    over micro-batches and ranks. With `mean` "token" a token's weight is loss_weight / `counts`,
+    It is loss_weight / (|y| · `counts`) where the mask is True, else 0; |y| is the mask's sum.
+    `loss_weights` says how often each sample counts (default 1). `counts` is the sum of the loss
+    weights of all samples of this loss term in the step, over all ranks. So losses are simply
+    summed over micro-batches and ranks. With `mean` "token" the weight is loss_weight / `counts`,
     and `counts` is the number of trained tokens, each times its sample's loss weight.
     """
     if masks and not counts > 0:

@@ -25,7 +25,7 @@ G is the number of attempts at a question, M the number of its System 1 samples.
 is what it samples in one turn; a training step is one batch of questions.
 
 docs/choices.md lists our choices where the paper is silent. No sample is ever decoded and encoded
-again. System 2's purpose is read as text, since it becomes a part of another prompt, System 1's.
+again. Only System 2's purpose is read as text, because it becomes a part of System 1's prompt.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class MarsConfig(Config):
     tools: str = option("search,scholar,python:raw", "`:raw`: its output reaches System 2 unread")
     steps: int = 32
     eval_every: int = 16
-    group: int = 16  # the paper's †
+    group: int = 16  # the paper's, see PAPER
     inner_steps: int = 4
 
     max_turns: int = option(5, "steps of System 2; the last one must answer", heading="limits")
@@ -83,11 +83,11 @@ class MarsConfig(Config):
         self.answer_tokens = self.answer_tokens or max(6, self.step_tokens // 4)
 
     def longest(self) -> int:
-        """Tokens of the longest sample."""
+        """The most tokens that a sample can have."""
         return max(self.sys2_context, self.sys1_prompt + self.sys1_response)
 
     def frozen(self) -> set[str]:
-        """Roles that the start's weights play."""
+        """The roles that keep the weights of the start."""
         return {"sys1"} if self.system1 == "frozen" else set()
 
     def check(self, training: bool) -> None:
@@ -135,15 +135,13 @@ def words(config: MarsConfig, tools: list[Tool]) -> Words:
     example = {"name": tools[0].name, "arguments": {tools[0].argument: "..."}}
     if config.purpose:
         example["purpose"] = "what to find out from the result"
-    listed = [
-        f'- {tool.name}, arguments {{"{tool.argument}": ...}}: {tool.about}' for tool in tools
-    ]
+    rows = [f'- {tool.name}, arguments {{"{tool.argument}": ...}}: {tool.about}' for tool in tools]
     purpose = PURPOSE if config.purpose else ""
-    system2 = SYSTEM2.format(example=json.dumps(example), tools="\n".join(listed), purpose=purpose)
+    system2 = SYSTEM2.format(example=json.dumps(example), tools="\n".join(rows), purpose=purpose)
     results = "The results:\n\n{chunk}" + END + "\n\n{task}"
 
     def fill_system1(chunk: list[int], purpose: str, question: str) -> dict:
-        # The task stands after the chunk, next to where the notes begin.
+        # The task follows the chunk, so that the notes come right after it.
         lines = []
         if config.question_in_system1:
             lines.append(f"The researcher's question: {question.strip()}")
@@ -213,9 +211,9 @@ async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[Sequence
     if call is None:
         return [chat.message(turn.action.error)]
     raw = f"{call.tool}:raw" in config.tools.split(",")
-    distilled = config.system1 != "none" and not raw
+    for_system1 = config.system1 != "none" and not raw
     capacity = config.sys1_prompt - len(system1_prompt(env, trajectory, call, []))
-    if distilled and capacity < 1:
+    if for_system1 and capacity < 1:
         turn.problem = "malformed: the purpose is too long"
         return [chat.message("The purpose is too long for its reader; say it in one sentence.")]
     try:
@@ -229,7 +227,7 @@ async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[Sequence
     else:
         texts = [chat.document(document) for document in documents]
     turn.lengths = [len(tokens) for tokens in texts]
-    if distilled:
+    if for_system1:
         return await distil(env, trajectory, turn, texts, capacity)
     # Each turn has an equal part of the context, and its documents share this part.
     part = max(1, config.sys2_context // config.max_turns // len(texts))
@@ -275,7 +273,7 @@ def system1_prompt(env: Env, trajectory: Trajectory, call: Call, chunk: list[int
 def extend(
     env: Env, system2: Context, notes: list[Sequence[int]], must_answer: bool = False
 ) -> Prompt:
-    """Formula (3): the notes in their wrapping, to follow the step that the context ends with.
+    """Formula (3): the prompt that follows System 2's newest step, with the notes in it.
 
     The prompt ends in a demand to answer in three cases: `must_answer` is set, the next turn is the
     last one, or the context is nearly full.
@@ -283,8 +281,8 @@ def extend(
     config = env.config
     chat = env.chat
     close = chat.close_step()
-    if system2.turns[-1].sampled[-1:] == close:  # neither cut at its limit nor ended otherwise
-        close = []
+    if system2.turns[-1].sampled[-1:] == close:
+        close = []  # The step itself ends with it.
 
     def wrap(blocks: list[Sequence[int]], final: bool) -> Prompt:
         return Prompt(close + chat.observation(blocks, final=final), must_answer=final)
@@ -294,16 +292,16 @@ def extend(
         prompt = wrap(notes, True)
     excess = config.answer_tokens - step_budget(env, system2, prompt)
     if prompt.must_answer and excess > 0:
-        # The bare demand has room, which was kept for it, so it is the notes that are cut.
-        joined = [token for note in notes for token in note]
-        prompt = wrap([joined[: max(0, len(joined) - excess)]], True)
+        # There is room for the demand (`reserve`), so only the notes are cut.
+        tokens = [token for note in notes for token in note]
+        prompt = wrap([tokens[: max(0, len(tokens) - excess)]], True)
     return prompt
 
 
 def step_budget(env: Env, context: Context, prompt: Prompt) -> int:
     """Tokens left for a step after `prompt`.
 
-    Unless it demands an answer itself, room for a demand and its answer is kept free.
+    A prompt without the demand to answer leaves room for a later demand and its answer.
     """
     room = env.config.sys2_context - len(context.sample.tokens) - len(prompt.tokens)
     return room if prompt.must_answer else room - reserve(env.config, env.chat)
@@ -324,11 +322,11 @@ def fits(config: MarsConfig, chat: Format, question: Question) -> None:
             f"{config.sys2_context}: raise it"
         )
     frame = chat.prompt("sys1", chunk=[], purpose="", question=question.text)
-    taken = len(frame) + config.step_tokens  # a purpose is part of a step
-    if config.system1 != "none" and taken >= config.sys1_prompt:
+    overhead = len(frame) + config.step_tokens  # a purpose is part of a step
+    if config.system1 != "none" and overhead >= config.sys1_prompt:
         raise UserError(
             f"--sys1_prompt {config.sys1_prompt} leaves no room for documents: instructions and a "
-            f"purpose of --step_tokens {config.step_tokens} take up to {taken}; raise it"
+            f"purpose of --step_tokens {config.step_tokens} take up to {overhead}; raise it"
         )
 
 
@@ -340,16 +338,16 @@ def credit(
 ) -> dict[str, list[Sample]]:
     """Rewards → advantages → the weight of each sample in the loss. L = L_sys2 + L_sys1.
 
-    A role's samples of one question are an advantage group. After that, as many of System 1's
-    samples are drawn for each question as System 2 has. So the advantages compare all samples.
+    A role's samples of one question are an advantage group. Balancing comes after the advantages,
+    so they compare all samples. It draws as many of System 1's samples as System 2 has.
     """
     sys2 = [sample for t in trajectories for sample in t.samples("sys2")]
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]
     set_advantages(config, sys2)
     if config.shared_group:
-        inherited = {(sample.question_index, sample.attempt): sample.advantage for sample in sys2}
+        by_attempt = {(sample.question_index, sample.attempt): sample.advantage for sample in sys2}
         for sample in sys1:
-            sample.advantage = inherited[sample.question_index, sample.attempt]
+            sample.advantage = by_attempt[sample.question_index, sample.attempt]
     else:
         set_advantages(config, sys1)
     if config.system1 == "frozen":
@@ -378,9 +376,9 @@ def draw_sys1(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: 
         # Each question has a generator of its own, so any number of ranks draws the same samples.
         seed = random.Random(f"{config.seed} {step} {question_index}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
-        drawn = grpo.balance(range(len(members)), target, generator)
+        draws = grpo.balance(range(len(members)), target, generator)
         for index, sample in enumerate(members):
-            sample.loss_weight = drawn.count(index)
+            sample.loss_weight = draws.count(index)
 
 
 # ----------------------------------------------------------------------- the method and its command
@@ -393,12 +391,12 @@ PAPER = {
     "data": "",
     "search": "serper",
     "pages": "jina",
-    "grader": "judge",  # † with HLE's prompt; ours has its shape, not its words
+    "grader": "judge",  # † with HLE's prompt; ours has the same parts in other words
     "steps": 150,  # ours
     "questions": 32,  # †
     # † 0.95 throughout. Here it is for evaluation only: the loss needs the full distribution.
     "top_p": 0.95,
-    "lr": 1e-6,  # †; λ = 0 and an entropy coefficient of 0 as well
+    "lr": 1e-6,  # †, which also gives λ = 0 and an entropy coefficient of 0
     "warmup": 10,  # ours
     "inner_steps": 1,  # ours
     "max_turns": 10,  # †
@@ -412,7 +410,7 @@ PAPER = {
     "passage_words": 0,  # † a long page is cut at the chunk's end
     "fsdp": True,
     "recompute_activations": True,
-    "micro_tokens": 3072 + 28672,  # the longest sample: readers of one chunk can share it
+    "micro_tokens": 3072 + 28672,  # room for the longest sample, or for several readers
     "eval_questions": 512,
     "eval_every": 10,
 }

@@ -39,15 +39,15 @@ class Sample:
     """One role's tokens in one context. The three lists have one entry per token."""
 
     role: str
-    question_index: int  # in the step's batch: the key of its advantage groups
-    attempt: int  # which of the question's G, from 0
+    question_index: int  # in the step's batch; advantages compare samples of one index
+    attempt: int  # 0 to G - 1
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # True: sampled by this role, carries loss
-    logprobs: list[float] = field(default_factory=list)  # the sampler's; 0 where given
+    logprobs: list[float] = field(default_factory=list)  # the sampler's; 0 where mask is False
     server: str = ""  # URL of the server that sampled last; empty: this process
     reward: float | None = None
     advantage: float = 0.0
-    loss_weight: float = 0  # its weight in the mean of its term of the loss; `credit` sets it
+    loss_weight: float = 0  # how often it counts in the mean of its loss term; set by `credit`
 
     def append_given(self, tokens: Sequence[int]) -> None:
         """Appends tokens that this role only reads: its prompt, documents, notes."""
@@ -94,8 +94,8 @@ class Trajectory:
     question: Question
     question_index: int  # in the step's batch
     attempt: int
-    # In the order of their opening. They are left out of repr, because asyncio formats every result
-    # when it restores the handler of Ctrl-C, and that took seconds.
+    # In the order in which they were opened. repr leaves them out, because asyncio formats every
+    # result when it restores the handler of Ctrl-C, and that took seconds.
     contexts: list["Context"] = field(default_factory=list, repr=False)
     answer: str | None = None
     ended: str = ""  # "answer", "answer on demand", "no answer", "lost: …"
@@ -108,7 +108,7 @@ class Trajectory:
         return self.contexts[0].turns
 
     def samples(self, *roles: str) -> list[Sample]:
-        """The samples of these roles, or of all, in the order of their opening."""
+        """The samples of these roles, or of all roles, in the order of `contexts`."""
         samples = [context.sample for context in self.contexts]
         return [sample for sample in samples if not roles or sample.role in roles]
 
@@ -130,7 +130,7 @@ class Context:
         self.trajectory.contexts.append(self)
 
     def __getstate__(self) -> dict:
-        """What another rank gets: the record, without what it was played with."""
+        """What is sent to another rank: the record without its environment and conversation."""
         return vars(self) | {"env": None, "conversation": None}
 
     async def __aenter__(self) -> "Context":
@@ -140,18 +140,18 @@ class Context:
     async def __aexit__(self, *error) -> None:
         self.env.samplers[self.role].close(self.conversation)
 
-    async def write(self, given: list[int], limit: int, *key: int) -> Completion:
-        """Reads the tokens `given`, then samples up to `limit` tokens or the stop token.
+    async def write(self, prompt: list[int], limit: int, *key: int) -> Completion:
+        """Reads the tokens of `prompt`, then samples up to the stop token or `limit` tokens.
 
         The seed of the draws depends on `key`. Every `write` of this role in the attempt needs a
         `key` of its own. Where the role has only one context, the number of the turn is enough.
         """
         env = self.env
-        self.sample.append_given(given)
+        self.sample.append_given(prompt)
         completion = await env.driver.sample(
             env.samplers[self.role],
             self.conversation,
-            given,
+            prompt,
             max_new_tokens=limit,
             temperature=env.temperature,
             top_p=env.top_p,
@@ -180,7 +180,7 @@ class Env:
     temperature: float = 1.0
     top_p: float = 1.0
     on_event: Callable[[str, str], None] = lambda kind, text: None  # called for a viewer
-    # Attempts "begun" and "done", "tokens" sampled, "calls" of tools, how many of them "failed".
+    # Attempts "begun" and "done", sampled "tokens", tool "calls" and how many of them "failed".
     counts: Counter = field(default_factory=Counter)
 
     def seed(self, trajectory: Trajectory, *key: int | str) -> int:
@@ -200,7 +200,7 @@ class Env:
                 documents = self.tools[call.tool](call.argument)
             finally:
                 turn.seconds = time.perf_counter() - start
-            for document in documents:  # encodes it in this thread; the format caches the ids
+            for document in documents:  # The format caches the ids, so this thread encodes them.
                 self.chat.document(document)
             return documents
 
@@ -251,7 +251,7 @@ class Env:
 
 
 def finite(reward) -> float:
-    """A grader's result as a float, also a NumPy or PyTorch number; UserError if not finite."""
+    """A grader's result (also of NumPy or PyTorch) as a float. UserError if it is not finite."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
         if math.isfinite(number := float(reward)):
             return number
@@ -269,16 +269,16 @@ class Method:
     config: type[Config]
     episode: Callable[[Env, Trajectory], Coroutine]
     # (options, graded trajectories, step) -> {term: its samples}, with advantages and weights set.
-    # The loss is the sum of the terms, each a mean over its samples. It sees this rank's questions
-    # only, each with all its attempts: what needs all ranks' goes through processes.sum_over_ranks.
+    # The loss is the sum of the terms, each a mean over its samples. `credit` sees only this rank's
+    # questions, with all their attempts. For sums over all ranks it can call sum_over_ranks.
     credit: Callable[[Any, list[Trajectory], int], dict[str, list[Sample]]]
     words: Callable[[Any, list[Tool]], Words]  # how a chat model is addressed
     fits: Callable[[Any, Format, Question], None]  # UserError if a question leaves no room
     presets: dict[str, dict] = field(default_factory=dict)
     # (run, step) -> this rank's trajectories of a step; None: G attempts at each of its questions.
     play_step: Callable[..., list[Trajectory]] | None = None
-    # Metrics of the method's own: {name: (numerator, denominator)} of a batch. Both are summed over
-    # the ranks, and metrics.jsonl gets their ratio, an evaluation's under eval_{name}.
+    # The method's own metrics of a batch, {name: (numerator, denominator)}. Both are summed over
+    # the ranks. metrics.jsonl has their ratio as {name}, or as eval_{name} for an evaluation.
     metrics: Callable[[list[Trajectory]], dict[str, tuple[float, float]]] = lambda attempts: {}
 
 
@@ -287,8 +287,8 @@ def play_batch(
 ) -> list[Trajectory]:
     """`attempts` trajectories for each (index, question), all in one running batch.
 
-    `run` is a plumbing.start.Run. `options` are those of Env: the step, the temperature (the run's
-    unless given), … start(env), if given, are other coroutines to run, in place of the attempts'.
+    `run` is a plumbing.start.Run. `options` are fields of Env, such as `step`; the default of
+    `temperature` is the run's. `start`, if given, makes other coroutines to run from the Env.
     """
     env = Env(
         driver=run.driver,
@@ -302,7 +302,7 @@ def play_batch(
     keys = [(question, index, attempt) for index, question in batch for attempt in range(attempts)]
     episodes = start(env) if start else [env.play(run.method, *key) for key in keys]
     quiet = run.rank > 0 or "on_event" in options
-    terminal = sys.stderr.isatty()
+    terminal = sys.stderr.isatty()  # It shows a bar. Elsewhere a line is printed every minute.
     next_line = math.inf if quiet or terminal else time.monotonic() + 60
     with tqdm(desc="rollouts", leave=False, disable=quiet or not terminal) as bar:
 
@@ -319,7 +319,7 @@ def play_batch(
 
 
 UNIT = 4  # attempts at a question that a rank takes together
-BATCHES = itertools.count()  # ranks play the same batches, so that a number names one on all ranks
+BATCHES = itertools.count()  # numbers a batch; all ranks play the same ones in the same order
 
 
 def play_shared(
@@ -327,24 +327,24 @@ def play_shared(
 ) -> list[Trajectory]:
     """play_batch of shares[rank] on all ranks together; a rank that is done helps the others.
 
-    Who plays an attempt changes none of its draws. Each rank gets its own questions' trajectories.
+    An attempt's draws do not depend on its rank. Each rank returns its own questions' trajectories.
     """
     name = next(BATCHES)
-    played: list[list[Trajectory]] = [[] for _ in shares]  # by whose question it is
+    by_owner: list[list[Trajectory]] = [[] for _ in shares]  # rank of the question -> trajectories
 
     async def work(env: Env) -> None:
-        for owner in [*range(run.rank, run.ranks), *range(run.rank)]:
+        for owner in [*range(run.rank, run.ranks), *range(run.rank)]:  # its own questions first
             firsts = range(0, attempts, UNIT)
-            units = [(*asked, first) for asked in shares[owner] for first in firsts]
+            units = [(*pair, first) for pair in shares[owner] for first in firsts]
             while (number := processes.next_number(f"{name} {owner}")) < len(units):
                 index, question, first = units[number]
                 keys = [(question, index, n) for n in range(attempts)[first : first + UNIT]]
-                played[owner] += await asyncio.gather(*(env.play(run.method, *k) for k in keys))
+                by_owner[owner] += await asyncio.gather(*(env.play(run.method, *k) for k in keys))
 
-    # Open attempts stay on their rank. So they are a quarter of an equal share, or more where the
-    # pool has room for them: contexts are half as long as they may become.
+    # An open attempt cannot move to another rank. So a rank opens a quarter of an equal share at
+    # once, or more if its pool has room for contexts of half the greatest length.
     share = sum(map(len, shares)) * attempts // run.ranks
     pool = run.sampler.pages.count * run.sampler.pages.size  # in tokens
-    count = max(share // 4, 2 * pool // run.config.longest(), UNIT) // UNIT
-    play_batch(run, [], 0, tools, lambda env: [work(env) for _ in range(count)], **options)
-    return sorted(processes.deliver(played), key=lambda one: (one.question_index, one.attempt))
+    workers = max(share // 4, 2 * pool // run.config.longest(), UNIT) // UNIT
+    play_batch(run, [], 0, tools, lambda env: [work(env) for _ in range(workers)], **options)
+    return sorted(processes.deliver(by_owner), key=lambda one: (one.question_index, one.attempt))

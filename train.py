@@ -1,9 +1,9 @@
 """The loop that all methods share: rollouts, credit, one update of the weights.
 
 A method (rollout.Method) is handed in: nothing here knows a role's name. `train_step` is the whole
-of a step; `update` and `prepare` are the next screen. Each token's weight is divided by counts over
-all ranks beforehand, so losses and gradients are only summed: ranks, packing and micro-batches do
-not change the result.
+of a step; read `update` and `prepare` after it. Token weights already divide by counts over all
+ranks, so losses and gradients are only summed. Therefore the number of ranks, the packing and the
+micro-batches do not change the result.
 
 Run by a method's file: python mars.py. Tests: pytest tests/test_credit.py tests/test_mars.py
 """
@@ -47,9 +47,8 @@ from tasks.questions import Question
 from tools import web
 
 MAX_NORM = 1.0  # of the gradient
-# A state is written before each evaluation, at most so many steps after the former one, and at the
-# end of the first step after so many seconds.
-SAVE_EVERY = 10
+# A state is saved before each evaluation, and when the last one is this old.
+SAVE_EVERY = 10  # in steps
 SAVE_SECONDS = 3600
 
 # ----------------------------------------------------------------------------------------- one step
@@ -63,25 +62,25 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     config = run.config
     start = time.perf_counter()
     play = run.method.play_step or play_groups
-    resampled = run.resampled
+    resampled_before = run.resampled
     trajectories = play(run, step)
     seconds_rollout = time.perf_counter() - start
     metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
-    # KV pages, counted before the sync empties the pool: 0 unless an episode left a context open.
+    # Counted before the pool is emptied. It is 0 unless an episode left a context open.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
     check_rollouts(run, step, metrics, trajectories)
 
     start = time.perf_counter()
     graded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     if config.resample:
-        metrics["resampled"] = run.resampled - resampled
+        metrics["resampled"] = run.resampled - resampled_before
         graded = first_groups(graded, config.questions)
     terms = run.method.credit(config, graded, step)
-    if run.device.type == "cuda":  # A CPU has memory for both.
+    if run.device.type == "cuda":  # where the KV pool and the update do not fit together
         for sampler in run.driver.samplers:
             sampler.lend_pool()
     metrics |= update(run, terms, step)
-    run.optimizer.zero_grad(set_to_none=True)  # The samplers' next step takes the memory back.
+    run.optimizer.zero_grad(set_to_none=True)  # makes room for the pools of the next rollouts
     start_sync = time.perf_counter()
     run.sampler.load_weights(trainer.unwrap(run.policy).model)
     metrics["seconds_sync"] = time.perf_counter() - start_sync
@@ -97,54 +96,53 @@ def play_groups(run: Run, step: int) -> list[Trajectory]:
     """
     config = run.config
     trajectories = []
-    for number in range(1 + config.resample):
-        shares = questions_of(run, step, number)
-        # Where attempts move, batches and so last bits differ between runs: GPUs' do so anyway.
+    for extra_batches in range(1 + config.resample):
+        shares = questions_of(run, step, extra_batches)
+        # play_shared lets last bits differ from run to run, which they do anyway on GPUs.
         if run.ranks > 1 and run.device.type == "cuda" and not config.server:
             trajectories += play_shared(run, shares, config.group, run.tools, step=step)
         else:
             trajectories += play_batch(run, shares[run.rank], config.group, run.tools, step=step)
-        if config.resample:
-            if sum_over_ranks(differing(trajectories)).total() >= config.questions:
-                break
-    run.resampled += number
+        if config.resample and sum_over_ranks(differing(trajectories)).total() >= config.questions:
+            break
+    run.resampled += extra_batches
     return trajectories
 
 
 def first_groups(graded: list[Trajectory], count: int) -> list[Trajectory]:
-    """This rank's part of the first `count` groups that differ in reward, numbered anew."""
-    indices = sorted(+sum_over_ranks(differing(graded)))  # without those that are False
+    """This rank's part of the first `count` groups that differ in reward, numbered from 0."""
+    indices = sorted(+sum_over_ranks(differing(graded)))  # + drops the groups that do not differ
     places = {index: place for place, index in enumerate(indices[:count])}
-    kept = [trajectory for trajectory in graded if trajectory.question_index in places]
-    for sample in (sample for trajectory in kept for sample in trajectory.samples()):
+    part = [trajectory for trajectory in graded if trajectory.question_index in places]
+    for sample in (sample for trajectory in part for sample in trajectory.samples()):
         sample.question_index = places[sample.question_index]
-    return kept
+    return part
 
 
 def questions_of(run: Run, step: int, number: int = 0) -> list[list[tuple[int, Question]]]:
-    """Each rank's questions of a step, or of its next batches, with their indices in the step.
+    """Each rank's (index in the step, question) pairs of the step's batch `number`.
 
-    A rank gets whole questions, so that advantage groups need no communication. Across the end of
-    an epoch a question can come twice. Draws are named by its id, so the second one gets an id of
-    its own.
+    A rank gets whole questions, so that advantage groups need no communication. At the end of an
+    epoch a question can come twice in a step. Seeds depend on its id, so the second one gets
+    another id.
     """
     count = run.config.questions
     batch = []
     times = Counter()
-    for index in range(count * (number + 1)):
+    for index in range(count * (number + 1)):  # `times` needs the earlier batches too
         question = run.question((step + run.resampled) * count + index)
         times[question.id] += 1
         if times[question.id] > 1:
             question = dataclasses.replace(question, id=f"{question.id}#{times[question.id]}")
         batch.append((index, question))
-    ends = [count * number + count * rank // run.ranks for rank in range(run.ranks + 1)]
-    return [batch[first:end] for first, end in itertools.pairwise(ends)]
+    bounds = [count * number + count * rank // run.ranks for rank in range(run.ranks + 1)]
+    return [batch[first:end] for first, end in itertools.pairwise(bounds)]
 
 
 def check_rollouts(run: Run, step: int, metrics: dict, trajectories: list[Trajectory]) -> None:
-    """UserError if tools, judges or servers failed too often: the step is not trained on.
+    """UserError if tools, judges or servers failed too often. The step is not trained on then.
 
-    Its rollouts, with the reasons, and the state before it are then on disk.
+    Its rollouts, which have the reasons, and the state before the step are written first.
     """
     try:
         logbook.check_failure_rate(metrics, f"step {step}")
@@ -164,7 +162,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         "kl_beta": config.kl_beta,
         "temperature": config.temperature,
     }
-    # All parts are prepared first: the old log-probs are those of the weights that sampled.
+    # All parts are prepared before any update: old log-probs are of the weights that sampled.
     parts = []
     for inner in range(config.inner_steps):
         part = {
@@ -172,13 +170,14 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
             for term, samples in terms.items()
         }
         parts.append(prepare(run, part))
-    # Sampler and trainer are compared in the first part, so parts that train nothing come last.
+    # check_mismatch compares sampler and trainer in the first part, so empty parts come last.
     sizes = sum_over_ranks({inner: len(samples) for inner, (samples, _) in enumerate(parts)})
-    parts = [parts[inner] for inner in sorted(range(len(parts)), key=lambda i: sizes[i] == 0)]
+    order = sorted(range(len(parts)), key=lambda inner: sizes[inner] == 0)
+    parts = [parts[inner] for inner in order]
     decay_steps = config.steps if config.decay else None
     for param_group in run.optimizer.param_groups:
         param_group["lr"] = config.lr * trainer.schedule(step, config.warmup, decay_steps)
-    scored = []  # by this rank
+    outputs = []  # of this rank: (micro-batch, its stats, the samples of its part)
     norms = []  # equal on all ranks
     skipped = 0
     for inner, (samples, batches) in enumerate(parts):
@@ -188,19 +187,18 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         if inner == 0:
             mismatch_kl = check_mismatch(run, batches, stats, samples)
         norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
-        # Loss and norm are looked at over all ranks, so that all of them skip, or none.
+        # Loss and norm are over all ranks, so that all ranks skip the update or none does.
         loss = sum(float(numbers["loss"]) for numbers in stats)
         if math.isfinite(norms[-1]) and math.isfinite(sum_over_ranks({"loss": loss})["loss"]):
-            if norms[-1]:  # else only momentum would move the weights
+            if norms[-1]:  # With a gradient of 0 only momentum would move the weights.
                 run.optimizer.step()
             run.skipped = 0
         else:
             skipped += 1
             skip(run, step)
-        scored += [(batch, numbers, samples) for batch, numbers in zip(batches, stats)]
-    metrics = update_metrics(scored, run.method.roles) | {"mismatch_kl": mismatch_kl}
-    # Each part's loss is a mean of its own; the step's is the mean of the parts'.
-    metrics["loss"] /= config.inner_steps
+        outputs += [(batch, numbers, samples) for batch, numbers in zip(batches, stats)]
+    metrics = update_metrics(outputs, run.method.roles) | {"mismatch_kl": mismatch_kl}
+    metrics["loss"] /= config.inner_steps  # from the sum over the parts to their mean
     metrics["grad_norm"] = sum(norms) / len(norms)
     metrics["skipped_steps"] = skipped
     return metrics
@@ -217,24 +215,24 @@ def prepare(
     config = run.config
     by_token = config.loss_mean == "token"
     counts = {
-        term: sum(s.loss_weight * (sum(s.mask) if by_token else 1) for s in samples)
-        for term, samples in terms.items()
+        term: sum(s.loss_weight * (sum(s.mask) if by_token else 1) for s in members)
+        for term, members in terms.items()
     }
     counts = sum_over_ranks(counts)
-    kept = []
+    samples = []
     weights = []
-    for term, samples in terms.items():
-        samples = [s for s in samples if s.loss_weight and (s.advantage or config.kl_beta)]
-        masks = [torch.tensor(sample.mask) for sample in samples]  # [T] each
-        loss_weights = [sample.loss_weight for sample in samples]
-        kept += samples
+    for term, members in terms.items():
+        members = [s for s in members if s.loss_weight and (s.advantage or config.kl_beta)]
+        masks = [torch.tensor(sample.mask) for sample in members]  # [T] each
+        loss_weights = [sample.loss_weight for sample in members]
+        samples += members
         weights += grpo.token_weights(
             masks, counts[term], loss_weights=loss_weights, mean=config.loss_mean
         )
     pack = trainer.unwrap(run.policy).can_pack
-    kept, weights = trainer.even_out(kept, weights, pack=pack)
-    batches = trainer.micro_batches(kept, weights, config.micro_tokens, run.device, pack=pack)
-    # All ranks need equally many, at least one, because the collectives of `backward` pair up.
+    samples, weights = trainer.even_out(samples, weights, pack=pack)
+    batches = trainer.micro_batches(samples, weights, config.micro_tokens, run.device, pack=pack)
+    # `backward` is collective: every rank needs the same number of micro-batches, at least one.
     number = torch.tensor(max(1, len(batches)), device=run.device)
     if run.ranks > 1:
         dist.all_reduce(number, dist.ReduceOp.MAX)
@@ -242,7 +240,7 @@ def prepare(
         batches.append(trainer.make_micro_batch([], [], [], run.device))
     importance = config.correction()
     if importance != "off":
-        # The trainer's log-probs become the old ones; the gap to the sampler's enters the weight.
+        # The trainer's log-probs become the old ones. Weights make up for the sampler's gap.
         for batch in batches:
             batch.old_logprob = trainer.logprob(run.policy, batch, config.temperature)
             gap = batch.old_logprob - batch.behaviour_logprob
@@ -251,35 +249,34 @@ def prepare(
     if run.reference:
         for batch in batches:
             batch.ref_logprob = trainer.logprob(run.reference, batch, config.temperature)
-    return kept, batches
+    return samples, batches
 
 
 def check_mismatch(run: Run, batches: list, stats: list[dict], samples: list[Sample]) -> float:
-    """mismatch_kl; UserError if what was sampled from is not the distribution that is trained.
+    """Returns mismatch_kl. UserError if the sampler's distribution is not the one that is trained.
 
-    The first part of a step that trains on something is scored before the optimizer moves, so that
-    sampler and trainer should hold the same weights: `stats` are those of its `batches`, and
-    `samples` what their owners point into. Each server is measured by itself. The estimate of the
-    KL is k3, a mean over this part's tokens, those included that importance weights leave out; 0
-    where the step trains nothing.
+    The first part of a step is scored before the optimizer moves, so sampler and trainer should
+    hold the same weights. `stats` are those of its `batches`, whose owners are indices into
+    `samples`. Each server is measured separately. The KL is estimated by k3 as a mean over the
+    part's tokens, also those with an importance weight of 0. It is 0 if the step trains nothing.
     """
     gaps = Counter()
     counts = Counter()
-    weighted = run.config.correction() != "off"  # then `prepare` has scored every token
+    correction = run.config.correction() != "off"  # then old_logprob is the trainer's
     for server in dict.fromkeys(sample.server for sample in samples):
         own = [index for index, sample in enumerate(samples) if sample.server == server]
         for batch, numbers in zip(batches, stats):
-            scored = batch.old_logprob if weighted else numbers["logprob"]
-            gap = (scored - batch.behaviour_logprob)[owned_by(batch, own)]
+            logprob = batch.old_logprob if correction else numbers["logprob"]
+            gap = (logprob - batch.behaviour_logprob)[owned_by(batch, own)]
             gaps[server] += float((torch.expm1(gap) - gap).sum())
             counts[server] += len(gap)
     gaps = sum_over_ranks(gaps)
     counts = sum_over_ranks(counts)
-    # What rounding makes: below 1e-12 in fp32, and 1e-4 to 1e-3 where either side rounds to bf16.
-    most = run.config.max_mismatch_kl or (0.01 if run.bf16 else 1e-6)
+    # Rounding alone gives less than 1e-12 in fp32, and 1e-4 to 1e-3 if either side uses bf16.
+    limit = run.config.max_mismatch_kl or (0.01 if run.bf16 else 1e-6)
     for server, gap in gaps.items():
         kl = ratio(gap, counts[server])
-        if not kl <= most:  # NaN included
+        if not kl <= limit:  # also if it is NaN
             advice = "use another model, or report this: sampler and trainer compute it differently"
             if server:
                 advice = (
@@ -289,7 +286,7 @@ def check_mismatch(run: Run, batches: list, stats: list[dict], samples: list[Sam
                 )
             raise UserError(
                 f"{server or 'the sampler'} does not sample what is trained: mismatch_kl {kl:.2g} "
-                f"in the first batch after new weights, above --max_mismatch_kl {most:g}; {advice}"
+                f"in the first batch after new weights, above --max_mismatch_kl {limit:g}; {advice}"
             )
     return ratio(gaps.total(), counts.total())
 
@@ -308,18 +305,19 @@ def skip(run: Run, step: int) -> None:
 # ------------------------------------------------------------------------------------------ the run
 
 
-def train(run: Run, terminated: list) -> int:
+def train(run: Run, sigterms: list) -> int:
     """The whole run: steps, evaluations, states on disk, pictures; returns the exit code.
 
-    `terminated` has an entry for each SIGTERM. One on any rank saves the state at the end of its
-    step, and the code is 75 (EX_TEMPFAIL) unless that was the last step. Slurm and torchrun may
-    both send one, so a second one ends nothing.
+    `sigterms` has an entry for each SIGTERM of this rank. After a SIGTERM on any rank the run saves
+    its state at the end of the step and returns 75 (EX_TEMPFAIL), unless it was the last step. A
+    second SIGTERM changes nothing, because Slurm and torchrun may both send one.
     """
     config = run.config
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
     steps = range(first, config.steps)
-    web.METER.begin(max(1, config.max_calls // run.ranks) if config.max_calls else math.inf)
+    cap = max(1, config.max_calls // run.ranks) if config.max_calls else math.inf
+    web.METER.begin(cap)
     saved, saved_at = first, time.monotonic()
     for step in tqdm(steps, initial=first, total=config.steps, disable=quiet):
         scores = {}
@@ -327,7 +325,7 @@ def train(run: Run, terminated: list) -> int:
             scores = evaluate(run, step)
         metrics, trajectories = train_step(run, step)
         if step == config.steps - 1:
-            # No later line will come, so the last one carries the end result.
+            # The last line of metrics.jsonl gets the final evaluation too.
             scores = {f"{key}_before": value for key, value in scores.items()}
             scores |= evaluate(run, config.steps)
         calls = dict(sum_over_ranks(web.METER.sent))
@@ -335,18 +333,18 @@ def train(run: Run, terminated: list) -> int:
         metrics = {"step": step, **metrics, **scores, "service_calls": calls}
         logbook.write(run, trajectories, step, "train", metrics)
         logbook.report(run, metrics)
-        done = step + 1
+        updates = step + 1
         late = time.monotonic() - saved_at > SAVE_SECONDS
-        asked = sum_over_ranks({"stop": len(terminated), "save": late})  # of any rank
-        regular = done % config.eval_every == 0 or done - saved >= SAVE_EVERY
-        kept = config.keep_every and done % config.keep_every == 0
-        # A cap on calls stops a rank within a step, so a state is written after each.
-        if asked.total() or regular or kept or config.max_calls or done == config.steps:
-            trainer.save(run.folder, done, run.policy, run.optimizer, run.tokenizer)
+        wishes = sum_over_ranks({"stop": len(sigterms), "save": late})  # of all ranks
+        regular = updates % config.eval_every == 0 or updates - saved >= SAVE_EVERY
+        permanent = config.keep_every and updates % config.keep_every == 0
+        # --max_calls can stop a rank within a step, so a state is saved after each.
+        if wishes.total() or regular or permanent or config.max_calls or updates == config.steps:
+            trainer.save(run.folder, updates, run.policy, run.optimizer, run.tokenizer)
             processes.on_first_rank(lambda: logbook.remove_states(run))
-            saved, saved_at = done, time.monotonic()
-        if asked["stop"] and done < config.steps:
-            logbook.print_line(run, f"SIGTERM: state {done} is saved; {GO_ON}")
+            saved, saved_at = updates, time.monotonic()
+        if wishes["stop"] and updates < config.steps:
+            logbook.print_line(run, f"SIGTERM: state {updates} is saved; {GO_ON}")
             return os.EX_TEMPFAIL
     logbook.summary(run)
     return 0
@@ -361,11 +359,11 @@ def evaluate(run: Run, updates: int) -> dict:
     scores = {"eval_step": updates}
     total = Counter()  # of both evaluations
     for name, (temperature, top_p) in draws.items():
-        drawn = {"step": "eval", "temperature": temperature, "top_p": top_p}
-        trajectories = play_batch(run, batch, 1, run.eval_tools, **drawn)
+        options = {"step": "eval", "temperature": temperature, "top_p": top_p}
+        trajectories = play_batch(run, batch, 1, run.eval_tools, **options)
         sums = rollout_sums(trajectories)
         total.update(sums)
-        # An answer that nobody could grade is not right; how many there were stands beside it.
+        # An answer that nobody could grade is not right. `failures` counts such answers.
         scores[f"eval_{name}"] = ratio(sums["reward"], sums["trajectories"])
         kinds = right_by_kind(trajectories, run.eval_questions)
         if kinds:
@@ -391,8 +389,8 @@ OUT_OF_MEMORY = (
     f"try --recompute_activations and --fsdp first; {GO_ON}"
 )
 
-# Standard output on a full disk or behind a limit, a pipe that nobody reads, a terminal that is
-# gone. A file of the run that cannot be written has an error message of its own.
+# Standard output cannot be written: a full disk, a limit, a pipe that nobody reads, a terminal
+# that is gone. A file of the run that cannot be written raises UserError instead.
 OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
@@ -401,18 +399,17 @@ def main(
     arguments: list[str],
     description: str,
     *,
-    complete: Callable[[str, dict], dict] = lambda command, given: given,
+    complete: Callable[[str, dict], dict] = lambda command, options: options,
     **additions,
 ) -> int:
-    """Trains, or evaluates or asks what was trained; returns the exit code, or ends a rank with it.
+    """The command line of a method. Returns the exit code; a rank of several ends with it instead.
 
     `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `complete(command,
-    given)` adds to the given options; it may take minutes to make what they name.
-    `additions` are those of `build`: tools, questions, a grader, a base model or a language of
-    one's own.
+    options)` adds to the given options; it may take minutes to make what they name.
+    `additions` are those of `build`: tools, questions, a grader, a base model or a language.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # neither closed nor a notebook's
-        # A terminal that lacks a letter is no reason to end a run.
+    if isinstance(sys.stdout, io.TextIOWrapper):  # It may be closed, or a notebook's.
+        # A character that the terminal cannot show must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     code = 0
     training = arguments[:1] not in (["eval"], ["ask"])
@@ -420,30 +417,30 @@ def main(
         if not training:
             evaluation.main(method, arguments, complete, **additions)
         else:
-            given = complete("train", parse(parser(method.config, description), arguments))
-            config = resolve(method.config, take_options(given), presets=method.presets)
+            options = complete("train", parse(parser(method.config, description), arguments))
+            config = resolve(method.config, take_options(options), presets=method.presets)
             if config.resample and method.play_step:
                 raise UserError(f"--resample has no use: {method.name} plays its steps by itself")
-            terminated = []
-            former = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
+            sigterms = []
+            former_handler = signal.signal(signal.SIGTERM, lambda *_: sigterms.append(True))
             try:
-                code = train(build(method, config, training=True, **additions), terminated)
+                code = train(build(method, config, training=True, **additions), sigterms)
             finally:
-                signal.signal(signal.SIGTERM, former)
-    # FloatingPointError: the sampler met logits that are no numbers.
+                signal.signal(signal.SIGTERM, former_handler)
+    # FloatingPointError: the sampler's logits are NaN.
     except (UserError, FloatingPointError) as error:
         code = fail(error)
     except (RuntimeError, MemoryError) as error:
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not (out_of_memory or "can't allocate memory" in str(error)):  # the latter on a CPU
+        if not (out_of_memory or "can't allocate memory" in str(error)):  # a CPU's message
             raise
         code = fail(OUT_OF_MEMORY if training else "out of memory: lower --kv_tokens")
     except OSError as error:
         if error.errno not in OUTPUT_LOST:
             raise
         discard_output()
-        lost = f"what is printed cannot be written ({error.strerror})"
-        code = fail(f"{lost}; {GO_ON}" if training else lost)
+        message = f"what is printed cannot be written ({error.strerror})"
+        code = fail(f"{message}; {GO_ON}" if training else message)
     except KeyboardInterrupt:
         fail(f"interrupted; {GO_ON}" if training else "interrupted")
         code = 130

@@ -103,8 +103,8 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
         for param_group in optimizer.param_groups:
             param_group["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
         losses = learn(policy, optimizer, batch, options, device)
-        listed = ", ".join(f"{role} {loss:.3f}" for role, loss in losses.items())
-        print(f"warm start: step {step + 1}/{options.steps}, nats a token: {listed}", flush=True)
+        line = ", ".join(f"{role} {loss:.3f}" for role, loss in losses.items())
+        print(f"warm start: step {step + 1}/{options.steps}, nats a token: {line}", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -112,7 +112,7 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
 def learn(
     policy: trainer.Policy, optimizer, batch: Batch, options: WarmStart, device
 ) -> dict[str, float]:
-    """One optimizer step. Returns each role's negative log-likelihood before it, nats per token."""
+    """One optimizer step. Returns each role's loss before it, in nats per token."""
     samples = []
     weights = []
     for members in batch.values():
@@ -152,10 +152,10 @@ class Demonstrator:
     chat: ChatFormat
 
     async def sample(
-        self, writer, conversation: list[int], given, *, max_new_tokens, stop_ids, **options
+        self, writer, conversation: list[int], prompt, *, max_new_tokens, stop_ids, **options
     ) -> Completion:
         """The writer's text as the role's own tokens."""
-        conversation += given
+        conversation += prompt
         text = writer.say(self.chat.text(conversation))
         tokens = self.chat.encode_own(text) + [stop_ids[0]]
         if len(tokens) > max_new_tokens:
@@ -208,8 +208,9 @@ def from_file(options: WarmStart) -> Batches:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--data: cannot read JSON lines in {path} ({error})") from None
-    numbered = [(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-    talks = [read_line(line, place) for line, place in numbered]
+    talks = [
+        read_line(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()
+    ]
     if not talks:
         raise UserError(f"{path} holds no demonstration")
 
@@ -228,7 +229,7 @@ def from_file(options: WarmStart) -> Batches:
 
 
 def read_line(line: str, place: str) -> list[dict] | dict:
-    """A line's messages, or a run's context. UserError names the place of one in another form."""
+    """The messages of a line, or the context that --from_run wrote. UserError if it is neither."""
     try:
         record = json.loads(line)
         if record.keys() == {"role", "ids", "texts"}:
@@ -257,29 +258,29 @@ def samples_of(messages: list[dict] | dict, tokenizer) -> list[Sample]:
     """One sample for each of the assistant's messages: the context, and the tokens with loss.
 
     The model's template writes all text. It may rewrite earlier messages (Qwen3's drops their
-    thoughts), so each message is rendered with only those before it. Of a run's context, its own.
+    thoughts), so each message is rendered with only those before it. A run's context is one sample.
     """
     if isinstance(messages, dict):
         return [sample_of(messages, tokenizer)]
-    added = tokenizer.added_tokens_decoder
-    marks = {i for i, token in added.items() if is_mark(token)} - {tokenizer.unk_token_id}
+    marks = {i for i, token in tokenizer.added_tokens_decoder.items() if is_mark(token)}
+    marks.discard(tokenizer.unk_token_id)
     samples = []
-    for message in messages:  # a text with one of the model's marks could forge a turn
+    for message in messages:  # A text with one of the model's marks could forge a turn.
         if marks.intersection(tokenizer.encode(message["content"], add_special_tokens=False)):
             raise UserError(f"a text contains a mark of the model's own: {message['content']:.80}")
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = rendered(messages[:number], tokenizer, True)
-        through = rendered(messages[: number + 1], tokenizer, False)
-        tokens = tokenizer.encode(through.removeprefix(before), add_special_tokens=False)
+        context = rendered(messages[:number], tokenizer, True)
+        text = rendered(messages[: number + 1], tokenizer, False)  # with the message
+        tokens = tokenizer.encode(text.removeprefix(context), add_special_tokens=False)
         ends = [i for i, token in enumerate(tokens) if token in marks]
-        if not ends or not through.startswith(before):
+        if not ends or not text.startswith(context):
             raise UserError("the model's chat template does not end a message with a mark")
         # Templates write a line break after the mark. RL never samples it, so it is not learned.
         tokens = tokens[: ends[-1] + 1]
         sample = Sample("assistant", 0, 0)
-        sample.append_given(tokenizer.encode(before, add_special_tokens=False))
+        sample.append_given(tokenizer.encode(context, add_special_tokens=False))
         sample.append_sampled(Completion(tokens, [0.0] * len(tokens), "stop"))
         samples.append(sample)
     return samples
@@ -289,15 +290,17 @@ def samples_of(messages: list[dict] | dict, tokenizer) -> list[Sample]:
 
 
 def from_run(run: Path) -> list[dict]:
-    """The contexts of a run's right attempts at training questions, equal ones once."""
+    """The contexts of a run's right attempts at training questions, each different one once."""
     tokenizer = models.load_tokenizer(run / "checkpoint")
-    records = (r for file in folders.rollout_files(run).values() for r in folders.read_lines(file))
-    right = (r for r in records if r["split"] == "train" and "ids" in r and (r["reward"] or 0) >= 1)
-    found = dict.fromkeys((c["role"], *c["ids"]) for r in right for c in contexts_of(r))
-    if not found:
+    keys = {}  # (role, *ids) -> None, in the order of the files
+    for path in folders.rollout_files(run).values():
+        for record in folders.read_lines(path):
+            if record["split"] == "train" and "ids" in record and (record["reward"] or 0) >= 1:
+                keys |= dict.fromkeys((c["role"], *c["ids"]) for c in contexts_of(record))
+    if not keys:
         raise UserError(f"{run} holds no right attempt at a training question with its token ids")
-    # The texts are for the eye, and show whether a tokenizer is the run's.
-    return [{"role": role, "ids": ids, "texts": texts_of(ids, tokenizer)} for role, *ids in found]
+    # The texts are for a human reader, and show later whether a tokenizer is the run's.
+    return [{"role": role, "ids": ids, "texts": texts_of(ids, tokenizer)} for role, *ids in keys]
 
 
 def contexts_of(context: dict) -> Iterator[dict]:
@@ -314,15 +317,15 @@ def texts_of(ids: list[str], tokenizer) -> list[str]:
 
 
 def sample_of(context: dict, tokenizer) -> Sample:
-    """The sample of a line of `from_run`. UserError if another tokenizer made its tokens."""
+    """The sample of a context of `from_run`. UserError if another tokenizer made its tokens."""
     if texts_of(context["ids"], tokenizer) != context["texts"]:
         raise UserError("the demonstrations' tokens are not this model's: take the run's --model")
     sample = Sample(context["role"], 0, 0)
     for number, piece in enumerate(map(logbook.unpacked, context["ids"])):
-        if number % 2:
-            sample.append_sampled(Completion(piece, [0.0] * len(piece), "stop"))
-        else:
+        if number % 2 == 0:  # Given and sampled pieces alternate.
             sample.append_given(piece)
+        else:
+            sample.append_sampled(Completion(piece, [0.0] * len(piece), "stop"))
     return sample
 
 
@@ -343,7 +346,7 @@ def main(arguments: list[str]) -> int:
             print(f"{len(contexts)} contexts written to {folder}: learn them with --data {folder}")
             return 0
         batches = from_file(options)
-        made_once(folder, lambda unfinished: train(options, batches, unfinished))
+        made_once(folder, lambda path: train(options, batches, path))
     except UserError as error:
         return fail(error)
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@
 
 Attempts run through driver.py and sampler/scheduler.py. One simulated token stands for 64, and a
 clock adds what each step of the sampler would cost. An attempt has the shape of MARS's episodes.
-The paper states limits only, so the usual lengths are our assumption, and the hours are no better.
+The paper states limits only. The usual lengths are our assumption, and the hours depend on it.
 
 Not counted: waiting for tools, pages that two readers have in common, questions without a gradient
 because all their attempts earned the same, the exchange of weights (it overlaps with other work).
@@ -27,7 +27,7 @@ from sampler.scheduler import Scheduler
 
 CONFIG = MarsConfig(**{name: value for name, value in PAPER.items() if name != "name"})
 GPUS = 8
-SCALE = 64  # a page's tokens on CUDA
+SCALE = 64  # a simulated token stands for so many, a page's tokens on CUDA
 
 # One H100: a copy's bytes a second, a large product's FLOP/s (measured, docs/findings.md).
 COPY, PRODUCT = 2.97e12, 775e12
@@ -45,9 +45,9 @@ LAYER = D * (2 * HEADS * HEAD_SIZE + 2 * KV_HEADS * HEAD_SIZE + 3 * F)  # weight
 PAIR = 4 * HEADS * HEAD_SIZE * LAYERS  # FLOPs of a query and a key
 WEIGHTS, TOKEN = weight_bytes(QWEN3_8B), token_bytes(QWEN3_8B)
 
-# Tokens of a question, and on average of a step and a note; calls, and chunks of a call.
+# Tokens of a question, average tokens of a step and of a note, average calls, chunks per call.
 QUESTION, STEP, NOTE, CALLS, CHUNKS = 1536, 800, 600, 4, 5
-SPREAD = 0.5  # σ of the logarithm of an attempt's calls by question, and again by attempt
+SPREAD = 0.5  # σ of two log-normal factors on the number of calls: a question's and an attempt's
 MOST_CALLS = (CONFIG.sys2_context - QUESTION) // (STEP + CHUNKS * NOTE)
 
 
@@ -64,7 +64,7 @@ def decode_seconds(tokens: int) -> float:
 
 def training_seconds(length: int, sampled: int, elementwise: float) -> float:
     """Seconds of a sample's forward and backward pass; activations are computed twice."""
-    products = LAYERS * (8 * LAYER - 2 * D * F)  # a layer's last product is computed once
+    products = LAYERS * (8 * LAYER - 2 * D * F)  # A layer's last product is not recomputed.
     seconds = length * (products / LINEAR + LAYERS * elementwise / (0.88 * COPY))
     seconds += PAIR * length**2 / 2 * (2 / PACKED + 2.5 / BACKWARD)
     return seconds + sampled * 6 * VOCABULARY * D / LOSS
@@ -78,9 +78,9 @@ class Rank:
         sizes = {"pages": pool // SCALE, "page_size": 1, "max_sequences": CONFIG.max_sequences}
         self.scheduler = Scheduler(**sizes, prefill_chunk=8192)
         self.close = self.scheduler.close
-        self.ranks = [self]
+        self.ranks = [self]  # play_step sets all of them
         self.clock = self.decoding = 0.0  # seconds
-        self.rows = []  # decoded together, by step
+        self.rows = []  # number of rows of each decode step
         self.samples = []  # (tokens, sampled tokens) of what is trained
 
     @property
@@ -93,13 +93,13 @@ class Rank:
         return request
 
     def step(self) -> list[Request]:
-        """SCALE steps of the sampler, unless another rank is behind."""
+        """SCALE steps of the sampler, unless another rank's clock is behind."""
         if self.clock > min(rank.clock for rank in self.ranks if rank.busy):
             return []
         _, prefill, _, decode = self.scheduler.schedule(unread=False)
         if prefill is not None:
-            for end, a, b in zip(prefill.host_lengths, prefill.starts, prefill.starts[1:]):
-                self.clock += prefill_seconds(SCALE * (end - (b - a)), SCALE * end)
+            for end, first, last in zip(prefill.host_lengths, prefill.starts, prefill.starts[1:]):
+                self.clock += prefill_seconds(SCALE * (end - (last - first)), SCALE * end)
         if decode is not None:
             rows = len(decode.requests)
             seconds = SCALE * decode_seconds(SCALE * sum(decode.batch.host_lengths))
@@ -115,10 +115,10 @@ async def play(driver: Driver, rank: Rank, calls: int, name: str) -> None:
     """An attempt: a step of System 2, a note on each chunk of what its call returned, and so on."""
     rng = random.Random(name)
 
-    async def ask(conversation: Conversation, given: int, usual: int, most: int) -> int:
-        """Answers are exponential. No two prompts begin alike, so that no page is shared."""
-        tokens = [rng.getrandbits(60)] + [0] * (given // SCALE - 1)
-        new = max(1, round(min(rng.expovariate(1 / usual), most) / SCALE))
+    async def ask(conversation: Conversation, prompt: int, average: int, limit: int) -> int:
+        """The tokens of an answer, exponentially distributed. No two prompts share a page."""
+        tokens = [rng.getrandbits(60)] + [0] * (prompt // SCALE - 1)
+        new = max(1, round(min(rng.expovariate(1 / average), limit) / SCALE))
         completion = await driver.sample(rank, conversation, tokens, max_new_tokens=new)
         return SCALE * len(completion.tokens)
 
@@ -149,8 +149,8 @@ def play_step(pool: int, unit: int, at_once: int) -> list[Rank]:
     driver = Driver(ranks, deterministic=True)
     queues = [[] for _ in ranks]
     for question in range(CONFIG.questions):
-        usual = CALLS * factor()
-        calls = [min(max(1, round(usual * factor())), MOST_CALLS) for _ in range(CONFIG.group)]
+        average = CALLS * factor()
+        calls = [min(max(1, round(average * factor())), MOST_CALLS) for _ in range(CONFIG.group)]
         attempts = [(count, f"{question} {number}") for number, count in enumerate(calls)]
         units = [attempts[start : start + unit] for start in range(0, CONFIG.group, unit)]
         queues[question * GPUS // CONFIG.questions] += units
@@ -158,8 +158,8 @@ def play_step(pool: int, unit: int, at_once: int) -> list[Rank]:
     async def work(number: int) -> None:
         rank = ranks[number]
         rank.ranks = ranks
-        shared = queues[number:] + queues[:number]
-        for queue in shared if unit < CONFIG.group else shared[:1]:
+        order = queues[number:] + queues[:number]  # its own questions first
+        for queue in order if unit < CONFIG.group else order[:1]:
             while queue:
                 await asyncio.gather(*(play(driver, rank, *attempt) for attempt in queue.pop(0)))
 
@@ -187,7 +187,7 @@ def row(name: str, pool: int, unit: int, at_once: int, form: str) -> dict:
     }
 
 
-SETTINGS = [
+SETTINGS = [  # the arguments of `row`
     ("pool of 80,000, own questions", 80_000, 16, 4, "eager"),
     ("pool of 300,000, own questions", 300_000, 16, 4, "compiled"),
     ("pool of 300,000, shared in fours", 300_000, 4, 4, "compiled"),

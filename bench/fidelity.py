@@ -1,4 +1,4 @@
-"""Which rule of credit rewards the notes that helped? The worth of notes, by replaying answers.
+"""Which rule of credit rewards the notes that helped? Replayed answers show the worth of notes.
 
     python -m bench.fidelity runs/almanac                 the last weights of a run
     python -m bench.fidelity FOLDER --page_fields 2       a warm-started model; options of `eval`
@@ -55,13 +55,13 @@ class Replay:
     gain: list[float] = field(init=False)  # of each note, in nats
 
 
-def open_run(checkpoint: str, given: dict, frozen: Path | None = None) -> Run:
+def open_run(checkpoint: str, options: dict, frozen: Path | None = None) -> Run:
     """A run that only samples, with the checkpoint's settings. `frozen` plays frozen roles."""
     tools = []  # `complete` adds the look-up
-    given = almanac.complete(tools, "eval", {"checkpoint": checkpoint, **given})
-    config = evaluation.settings(almanac.METHOD, given, asking=False)
-    more = {"more_tools": tools, "questions": almanac.questions}
-    return build(almanac.METHOD, config, training=False, frozen=frozen, **more)
+    options = almanac.complete(tools, "eval", {"checkpoint": checkpoint, **options})
+    config = evaluation.settings(almanac.METHOD, options, asking=False)
+    additions = {"more_tools": tools, "questions": almanac.questions}
+    return build(almanac.METHOD, config, training=False, frozen=frozen, **additions)
 
 
 def replay_of(env: Env, trajectory: Trajectory) -> Replay | None:
@@ -78,8 +78,8 @@ def replay_of(env: Env, trajectory: Trajectory) -> Replay | None:
     silence = env.chat.encode(almanac.IDLE)
     variants = [notes]
     variants += [[*notes[:n], silence, *notes[n + 1 :]] for n in range(len(notes))]
-    continued = [mars.extend(env, context, variant) for variant in variants]
-    return Replay(trajectory, [sample.tokens[:end] + one.tokens for one in continued], readers)
+    prompts = [mars.extend(env, context, variant) for variant in variants]
+    return Replay(trajectory, [sample.tokens[:end] + one.tokens for one in prompts], readers)
 
 
 def answer_again(run: Run, replays: list[Replay], draws: int) -> None:
@@ -113,7 +113,7 @@ def score_answers(run: Run, replays: list[Replay]) -> None:
 
 
 def advantages(run: Run, trajectories: list[Trajectory], readers: list[Sample]) -> dict:
-    """rule -> what each note's log-probability is pushed by: its advantage times its weight."""
+    """rule -> each note's advantage times its loss weight: the push on its log-probability."""
     pushes = {}
     for rule, options in RULES.items():
         config = dataclasses.replace(run.config, balance="none", **options)
@@ -133,8 +133,8 @@ def fidelity(push: np.ndarray, worth: np.ndarray, questions: np.ndarray) -> dict
     groups = [np.flatnonzero(questions == q) for q in np.unique(questions)]
     samples = []
     for _ in range(1000):
-        drawn = generator.integers(len(groups), size=len(groups))
-        members = np.concatenate([groups[i] for i in drawn])
+        choice = generator.integers(len(groups), size=len(groups))
+        members = np.concatenate([groups[i] for i in choice])
         samples.append(correlation(push[members], worth[members]))
     low, high = np.quantile(samples, [0.025, 0.975])
     return {"correlation": correlation(push, worth), "low": float(low), "high": float(high)}
@@ -152,29 +152,29 @@ def measure(run: Run, questions: int, group: int, draws: int) -> list[dict]:
     score_answers(run, replays)
 
     def worth(part: slice) -> np.ndarray:
-        """[notes], from some of the draws."""
+        """The worth of each note [notes], from these draws only."""
         shares = [replay.right[:, part].mean(axis=1) for replay in replays]
         return np.concatenate([share[0] - share[1:] for share in shares])
 
     readers = [reader for replay in replays for reader in replay.readers]
-    asked = np.array([reader.question_index for reader in readers])
+    indices = np.array([reader.question_index for reader in readers])
     note_of = {id(note.sample): note for t in trajectories for note in t.notes}
     notes = [note_of[id(reader)] for reader in readers]
     rules = advantages(run, trajectories, readers)
     rules["infomem"] = np.array([gain for replay in replays for gain in replay.gain])
-    whole = worth(slice(None))
-    rows = [{"rule": rule, **fidelity(push, whole, asked)} for rule, push in rules.items()]
+    worths = worth(slice(None))
+    rows = [{"rule": rule, **fidelity(push, worths, indices)} for rule, push in rules.items()]
     halves = worth(slice(0, None, 2)), worth(slice(1, None, 2))
-    rows.append({"rule": "other draws", **fidelity(*halves, asked)})
+    rows.append({"rule": "other draws", **fidelity(*halves, indices)})
     kinds = {
         "telling": [note.tells for note in notes],
         "silent": [note.silent for note in notes],
         "neither": [not note.tells and not note.silent for note in notes],
     }
     for kind, members in kinds.items():
-        chosen = whole[np.array(members)]
-        row = {"notes": kind, "count": len(chosen)}
-        rows.append(row | ({"mean worth": float(chosen.mean())} if len(chosen) else {}))
+        own = worths[np.array(members)]
+        row = {"notes": kind, "count": len(own)}
+        rows.append(row | ({"mean worth": float(own.mean())} if len(own) else {}))
     return rows
 
 
@@ -190,8 +190,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     try:
-        given = {"page_fields": options.page_fields, "eval_questions": options.questions}
-        run = open_run(options.checkpoint, given)
+        settings = {"page_fields": options.page_fields, "eval_questions": options.questions}
+        run = open_run(options.checkpoint, settings)
         torch.set_num_threads(options.threads)
         rows = measure(run, options.questions, options.group, options.draws)
     except UserError as error:

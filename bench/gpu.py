@@ -1,11 +1,11 @@
 """The measurements that need a GPU.
 
-    python -m bench.gpu --part 1 --out FOLDER       what is open, beside what is expected; also 2
+    python -m bench.gpu --part 1 --out FOLDER       open questions with predictions; also part 2
     python -m bench.gpu --step decode requests      whole steps (about ten minutes for all)
 
 Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. A part measures the
-rows of EXPECTED, each step in a process of its own with a limit; what a step does not need, the
-next one has. FOLDER/part_N.json has every row, also those that failed or were cut.
+rows of EXPECTED. Each of its steps is a process of its own with a time limit, and the next step may
+use the time that is left. FOLDER/part_N.json has every row, also those that failed or were cut.
 
 The tests that need a GPU are another command:
 `python -m pytest -m gpu tests/test_kernels_*.py tests/test_policy.py tests/test_sampler.py`.
@@ -45,17 +45,17 @@ def lend(bench: common.Bench) -> None:
     def run() -> dict:
         form = {"packed": True, "recompute": False, "compiled": False}
         model, step = train_step.make_step(size, samples, capacity, **form)
-        own = Sampler(model, max_tokens=tokens, dtype=common.DTYPE)
-        sample = partial(own.generate, [[1, 2, 3]], max_new_tokens=4)
-        sample()  # its first step makes the pool and captures the graphs
+        lender = Sampler(model, max_tokens=tokens, dtype=common.DTYPE)
+        sample = partial(lender.generate, [[1, 2, 3]], max_new_tokens=4)
+        sample()  # The first step makes the pool and captures the graphs.
         seconds, peaks = [], []
         for _ in range(5):
             start = common.clock()
-            own.lend_pool()
+            lender.lend_pool()
             seconds.append(common.clock() - start)
             peaks.append(common.peak_bytes(step) / 1e9)
             start = common.clock()
-            own.load_weights(model)
+            lender.load_weights(model)
             sample()
             seconds[-1] += common.clock() - start
         return common.spread("s", seconds) | {"peak GB": max(peaks)}
@@ -127,13 +127,13 @@ EXPECTED = [  # step, row, and what arithmetic or an earlier measurement says
 
 
 def expected(step: str) -> dict[str, str]:
-    """Row -> what is expected of it."""
+    """Row -> its prediction."""
     return {row: prediction for name, row, prediction in EXPECTED if name == step}
 
 
 def run_step(name: str, part: str | None, out: Path) -> None:
-    """Measures a step in this process; as one of a part only the rows of EXPECTED."""
-    command = f"python -m bench.gpu --step {name}" + f" --part {part}" * bool(part)
+    """Measures a step in this process. In a part only the rows of EXPECTED are measured."""
+    command = f"python -m bench.gpu --step {name}" + (f" --part {part}" if part else "")
     bench = common.Bench(f"gpu_{name}", command, out, predictions=expected(name) if part else {})
     STEPS[name](bench)
     print(f"\n{name}\n{common.table(bench.rows)}", flush=True)
@@ -142,22 +142,23 @@ def run_step(name: str, part: str | None, out: Path) -> None:
 def run_part(part: str, out: Path, program: tuple[str, ...] = ("-m", "bench.gpu")) -> None:
     """Measures a part. `program`: what Python runs for a step."""
     rows = []
-    left = 0.0
+    limit = 0.0
     for name, seconds in PARTS[part].items():
         path = out / f"gpu_{name}.json"
         path.unlink(missing_ok=True)
-        line = [sys.executable, *program, "--step", name, "--part", part, "--out", str(out)]
-        left += seconds
+        command = [sys.executable, *program, "--step", name, "--part", part, "--out", str(out)]
+        limit += seconds
         start = time.monotonic()
         try:
-            outcome = f"exit {subprocess.run(line, timeout=left).returncode}"
+            outcome = f"exit {subprocess.run(command, timeout=limit).returncode}"
         except subprocess.TimeoutExpired:
-            outcome = f"cut after {left:.0f} s"
-        left -= time.monotonic() - start
-        done = {row["row"]: row for row in (read_json(path)["rows"] if path.exists() else [])}
+            outcome = f"cut after {limit:.0f} s"
+        limit -= time.monotonic() - start
+        results = read_json(path)["rows"] if path.exists() else []
+        by_name = {result["row"]: result for result in results}
         for row, prediction in expected(name).items():
-            missing = {"row": row, "prediction": prediction, "failed": f"not measured: {outcome}"}
-            rows.append({"step": name} | done.get(row, missing))
+            gap = {"row": row, "prediction": prediction, "failed": f"not measured: {outcome}"}
+            rows.append({"step": name} | by_name.get(row, gap))
         common.save(f"part_{part}", f"python -m bench.gpu --part {part}", rows, out)
     print(common.table(rows), flush=True)
 

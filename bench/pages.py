@@ -31,7 +31,7 @@ ARMS = ("candid", "mars", "one-agent", "passages")
 
 
 def at_length(options: argparse.Namespace, fields: int) -> argparse.Namespace:
-    """The options of bench.arms for one length. A document of longer pages needs a wider prompt."""
+    """The options of bench.arms for one length. Documents of longer pages need a wider prompt."""
     own = copy.copy(options)
     own.runs = options.runs / f"fields-{fields}"
     own.records = options.records / f"fields-{fields}"
@@ -73,9 +73,9 @@ def tabulate(options: argparse.Namespace) -> list[dict]:
                 names = [f"{row['arm']}-{seed}-sampled.json" for seed in options.seeds]
                 paths = [own.records / name for name in names if (own.records / name).exists()]
                 counts = [folders.read_json(path)["cells"]["all"] for path in paths]
-                right, asked = map(sum, zip(*counts))
-                rows.append({"fields": fields, "tokens": tokens, "right": right, "asked": asked})
-                rows[-1] |= row
+                right, total = map(sum, zip(*counts))
+                length = {"fields": fields, "tokens": tokens}
+                rows.append(length | {"right": right, "asked": total} | row)
     return rows
 
 

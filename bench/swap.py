@@ -1,11 +1,11 @@
-"""Does training make a better reader, or a pair that fits? Both roles of a run, swapped.
+"""Does training make a better reader, or a pair that fits? Runs swap their System 1.
 
     python -m bench.swap runs/mars-0 runs/mars-1           runs of the almanac, each its own seed
 
-Every System 2 (of a run's warm start, and of its last weights) answers the same held-out questions
-with every System 1 (of the same two, and of the other runs' last weights), sampled. If trained
-readers help a System 2 that was not trained with them as much as their own, training made better
-readers. If they help their own only, the pair has co-evolved.
+System 2 is a run's warm start or its last weights. With each System 1 it answers the same held-out
+questions, sampled. System 1 is one of the same two, or the last weights of another run. If trained
+readers help another System 2 as much as the one that they were trained with, training made better
+readers. If they help only their own System 2, the pair has co-evolved.
 
 A pair's answers are kept in --records, so the same command goes on where it was stopped. Columns
 compare a pair, question by question, with the same System 2 and its own System 1 (McNemar's exact
@@ -29,31 +29,31 @@ PAPERS_RULE = {"credit": "mars"}  # other rules refuse a frozen reader, and noth
 
 
 def answers(run: Path, system2: str, system1: Path | None, questions: int) -> dict:
-    """Which questions a pair has right. system2: a model or run; system1: another one, or None."""
+    """Which questions a pair has right. system2: a model or a run. system1: None for the same."""
     saved = folders.read_json(run / "config.json")
-    given = {name: saved[name] for name in ("page_fields", "sys1_prompt", "bf16")}
-    if system2 != str(run):  # a model's folder brings no settings
-        given |= {"preset": saved["preset"], "seed": saved["seed"]}
-    given |= {"eval_questions": questions} | PAPERS_RULE
+    options = {name: saved[name] for name in ("page_fields", "sys1_prompt", "bf16")}
+    if system2 != str(run):  # A model's folder has no settings.
+        options |= {"preset": saved["preset"], "seed": saved["seed"]}
+    options |= {"eval_questions": questions} | PAPERS_RULE
     if system1:
-        given["system1"] = "frozen"
-    pair = open_run(system2, given, system1)
+        options["system1"] = "frozen"
+    pair = open_run(system2, options, system1)
     batch = list(enumerate(pair.eval_questions))
     trajectories = play_batch(pair, batch, 1, pair.eval_tools, step="eval")
     return {"right": "".join(str(int(t.reward == 1)) for t in trajectories)}
 
 
 def pairs(runs: list[Path]) -> list[tuple[Path, str, str, Path | None]]:
-    """(run, name of System 2, name of System 1, the model that plays System 1 if it is another)."""
-    found = []
-    for run, trained in product(runs, (False, True)):
+    """(run, name of System 2, name of System 1, the model of System 1 if it is another) of each."""
+    rows = []
+    for run, is_trained in product(runs, (False, True)):
         start = Path(folders.read_json(run / "config.json")["model"])
-        own = (run.name, newest(run)) if trained else ("start", start)
-        found.append((run, own[0], own[0], None))
-        others = [("start", start)] if trained else []
-        others += [(r.name, newest(r)) for r in runs if not (trained and r == run)]
-        found += [(run, own[0], name, model) for name, model in others]
-    return found
+        system2 = run.name if is_trained else "start"
+        rows.append((run, system2, system2, None))
+        others = [("start", start)] if is_trained else []
+        others += [(r.name, newest(r)) for r in runs if not (is_trained and r == run)]
+        rows += [(run, system2, name, model) for name, model in others]
+    return rows
 
 
 def newest(run: Path) -> Path:
@@ -62,15 +62,14 @@ def newest(run: Path) -> Path:
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
-    """Answers what is missing; a row for each pair."""
+    """Plays the pairs that have no record. Returns a row for each pair."""
     records = {}
     for run, system2, system1, model in pairs(options.run):
         path = options.records / f"{run.name}, {system2}, {system1}.json"
         if not path.exists():
             start = folders.read_json(run / "config.json")["model"]
-            record = answers(
-                run, start if system2 == "start" else str(run), model, options.questions
-            )
+            checkpoint = start if system2 == "start" else str(run)
+            record = answers(run, checkpoint, model, options.questions)
             options.records.mkdir(parents=True, exist_ok=True)
             folders.write_json(path, record)
         records[run.name, system2, system1] = folders.read_json(path)

@@ -40,21 +40,21 @@ import torch.nn.functional as F
 from kernels.backend import check, jit, tl, triton, use_triton
 
 # A program has two buffers of keys and two of values. At this size they take 32 KB together, so
-# five programs fit one Hopper processor and load about 80 KB at a time. By arithmetic 32 KB already
-# hide the latency of a memory of 4.3 TB/s, at 1 µs.
+# five programs fit one Hopper processor and load about 80 KB at a time. By arithmetic 32 KB per
+# processor are enough to hide a latency of 1 µs at 4.3 TB/s.
 BUFFER_BYTES = 8192
-# The path from block table to product takes three of these stages. Two buffers need five stages.
+# From the block table's load to the product there are three stages, so two buffers need five.
 NUM_STAGES = 5
 HEAD_SIZES = (16, 32, 64, 128, 256)  # the head sizes that the kernels take
 MAX_PARTS = 64  # The merge keeps [parts, Dh] in registers.
 # Starting and merging a split takes about as long as reading this many tokens (by arithmetic).
 TOKENS_PER_START = 32
 LEAST_PIECE = 256  # tokens of a split, except the last one of a range
-# At most this many shared ranges may follow one another in a row: a prompt, and a turn after it.
+# A row has at most this many shared ranges, one after the other: a prompt, and a turn after it.
 LEVELS = 2
 RANGE_FIELDS = 5  # A range is (begin, end, first, last, level); see `paged_attention`.
 RANGE_QUERIES = 32  # query heads in a range: eight rows of a model with four query heads per key
-# Shared memory of one program at most: its buffers, what queries and scores need, CUDA's own 1 KB.
+# The most shared memory of one program: for its buffers, queries and scores, and 1 KB for CUDA.
 PROGRAM_BYTES = 45 * 1024
 
 
@@ -250,15 +250,15 @@ def triton_paged_attention(
         kv_ranges = own_ranges(lengths)
     shared = len(kv_ranges) - B
     most = MAX_PARTS // (LEVELS + 2) if shared else MAX_PARTS
-    # In a CUDA graph the table is as wide as the pool. But the rows have one pool together.
+    # In a CUDA graph the table is as wide as the pool, but a row has only a part of the pool.
     pages = min(block_table.shape[1], -(-len(k_pages) // max(1, B)))
-    size = Hkv, pages * page_size, block, programs_at_once(q.device), most
-    own_splits = splits or split_count(B, *size)
+    limits = Hkv, pages * page_size, block, programs_at_once(q.device), most
+    own_splits = splits or split_count(B, *limits)
     shared_splits = 0
     launches = [(kv_ranges[shared:], own_splits, 1)]
     if shared:
-        # How many ranges are real is a value on the GPU. This assumes eight rows per range.
-        shared_splits = splits or split_count(-(-B // 8), *size)
+        # Only the GPU knows how many ranges are in use. Eight rows per range are assumed.
+        shared_splits = splits or split_count(-(-B // 8), *limits)
         launches.append((kv_ranges[:shared], shared_splits, max_rows_of_range(heads_per_key)))
     parts = LEVELS * shared_splits + own_splits
     part_acc = torch.empty(B, Hq, parts, Dh, dtype=torch.float32, device=q.device)
@@ -293,11 +293,12 @@ def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, kv_rang
     [B, Hq, Dh] in q's dtype. A row of length 0 (padding of a CUDA graph's bucket) gives zeros.
     ValueError if the shapes or types do not fit.
 
-    kv_ranges [R + B, 5] int32 cover the tokens of all rows; they change the time only. A range
-    (begin, end, first, last, level) makes the kernel read tokens first:last once for the rows
-    begin:end. The first R are shared: at most max_rows_of_range rows, with the same pages for these
-    tokens, whole pages, and `level` < LEVELS shared ranges before them. The last B have one row
-    each, with the tokens that no shared range covers, at level LEVELS. A range of zeros is unused.
+    kv_ranges [R + B, 5] int32 cover the tokens of all rows; they change the time only. For a range
+    (begin, end, first, last, level) the kernel reads tokens first:last once for rows begin:end.
+    The first R ranges are shared. Such a range has at most max_rows_of_range rows and covers whole
+    pages, the same ones in each row. Its level, less than LEVELS, is the number of shared ranges
+    before it. The last B ranges have one row each, the tokens that no shared range covers, and
+    level LEVELS. A range of zeros is unused.
     """
     by_triton = use_triton(q)
     B, Hq, Dh = q.shape

@@ -20,7 +20,7 @@ try:
 except ImportError:
     flash_attn_2 = None
 
-# torch 2.11 lacks this option. There keys and values are repeated for each head of the queries.
+# Without this option (torch 2.11) keys and values are repeated for each head of the queries.
 GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -49,7 +49,7 @@ def varlen_attention(q, k, v, bounds: tuple[Tensor, Tensor, int, int], scale) ->
 def choose_flash_attention(q: Tensor) -> Callable | None:
     """flash-attn 4, else flash-attn 2, else None: PyTorch's varlen_attn.
 
-    Version 4 is for Hopper (9.x) and Blackwell (10.x), which share heads of up to 128 numbers.
+    Version 4 is for Hopper (9.x) and Blackwell (10.x). Both take head sizes of up to 128.
     """
     if flash_attn_4 and q.shape[-1] <= 128:
         if torch.cuda.get_device_capability(q.device)[0] in (9, 10):

@@ -13,8 +13,8 @@ searches your own documents.
 `eval` writes runs/eval-CKPT/, or what --name says, with table.json, rollouts/ (a file of each
 process) and trajectories.html. Questions without a right answer are answered in answers.jsonl and
 have no accuracy. --group K makes K attempts at each question: avg@K is the mean accuracy of an
-attempt, pass@K the share of questions that some attempt has right. With --resume the same command
-goes on where it was ended, and begins where it was not.
+attempt, pass@K the share of questions that some attempt has right. With --resume an evaluation that
+was stopped goes on; if there is none yet, it begins.
 
 `ask` without a question answers one line of standard input after another, typed or from a pipe,
 each on its own: a follow-up must name what it is about.
@@ -42,7 +42,7 @@ from processes import from_first_rank, on_first_rank, sum_over_ranks
 from rollout import Method, Trajectory, play_batch
 from tasks.questions import Question
 
-# What ask does not read, beside what only training does.
+# Options that ask does not read, beside those that only training reads.
 NOT_FOR_ASK = {"name", "runs", "resume", "data", "grader", "eval_questions", "group"}
 BATCH = 512  # a rank's attempts that are played together, then written: a kill loses no more
 
@@ -50,60 +50,60 @@ BATCH = 512  # a rank's attempts that are played together, then written: a kill 
 def main(
     method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
 ) -> None:
-    """`eval CKPT [options]` or `ask CKPT ["question"] [options]`; the rest is train.main's."""
+    """`eval CKPT [options]` or `ask CKPT ["question"] [options]`, for train.main."""
     asking = arguments[0] == "ask"
     if asking and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("ask runs in one process: start it without torchrun")
     ignored = flagged(method.config, TRAIN) | (NOT_FOR_ASK if asking else set())
-    options = parser(method.config, __doc__, ignored)
-    options.add_argument("checkpoint")
+    command_line = parser(method.config, __doc__, ignored)
+    command_line.add_argument("checkpoint")
     if asking:
-        options.add_argument("question", nargs="?")
-    given = parse(options, arguments[1:])
-    for name in sorted(ignored.intersection(given)):  # nobody would read it
+        command_line.add_argument("question", nargs="?")
+    options = parse(command_line, arguments[1:])
+    for name in sorted(ignored.intersection(options)):
         raise UserError(f"{arguments[0]} does not read --{name}; leave it out")
-    given = complete(arguments[0], given)
-    resume = given.pop("resume", False)
-    config = settings(method, given, asking)
+    options = complete(arguments[0], options)
+    resume = options.pop("resume", False)
+    config = settings(method, options, asking)
     if config.frozen():  # else every role is played by the checkpoint
-        additions["frozen"] = frozen_model(Path(given["checkpoint"]))
+        additions["frozen"] = frozen_model(Path(options["checkpoint"]))
     if asking:
-        ask(method, config, given.get("question"), **additions)
+        ask(method, config, options.get("question"), **additions)
     else:
         evaluate(method, config, resume, **additions)
 
 
-def settings(method: Method, given: dict, asking: bool) -> Config:
-    """The checkpoint's own settings, or a preset's, then what was given."""
-    model, saved = models.find_checkpoint(method.name, given["checkpoint"])
+def settings(method: Method, options: dict, asking: bool) -> Config:
+    """The checkpoint's own settings, or a preset's, overridden by the given options."""
+    model, saved = models.find_checkpoint(method.name, options["checkpoint"])
     if saved is None:
-        saved = dict(method.presets.get(given.get("preset"), {}))
-        if not asking and not given.get("data", saved.get("data")):
+        saved = dict(method.presets.get(options.get("preset"), {}))
+        if not asking and not options.get("data", saved.get("data")):
             raise UserError("--data is missing: the questions to evaluate this model on")
-        local = given.get("search", saved.get("search", "local")) == "local"
-        if asking and local and not given.get("docs", saved.get("docs")):
+        local = options.get("search", saved.get("search", "local")) == "local"
+        if asking and local and not options.get("docs", saved.get("docs")):
             raise UserError(
                 "there is nothing to search: name documents with --docs, or use --search serper"
             )
-    elif "preset" in given:
+    elif "preset" in options:
         raise UserError("a run has its own settings: leave --preset out")
-    if given.get("search", saved.get("search")) != saved.get("search"):
+    if "search" in options and options["search"] != saved.get("search"):
         saved |= {"docs": "", "eval_docs": "", "pages": "none", "block": ""}
-    if "docs" in given:
-        saved["eval_docs"] = ""  # given documents are for all questions
-    # The checkpoint has the adapters merged in, and the run's servers may hold anything now.
+    if "docs" in options:
+        saved["eval_docs"] = ""  # --docs is for all questions
+    # The checkpoint has the adapters merged in, and the run's servers may hold other weights now.
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
     saved |= {"lora_rank": 0, "server": "", "group": 1}
     if asking:  # needs neither questions nor a judge
         saved |= {"data": "toy", "eval_data": "", "grader": "em", "eval_questions": 0}
-    elif "data" in given:
+    elif "data" in options:
         saved["eval_data"] = ""
-        if given["data"] != "toy":
-            saved["eval_questions"] = 0  # all of them, unless told otherwise
+        if options["data"] != "toy":
+            saved["eval_questions"] = 0  # all questions, unless the option is given
     elif saved.get("data", "toy") != "toy" and not saved.get("eval_data"):
-        for name in {"eval_questions", "seed"}.intersection(given):
+        for name in {"eval_questions", "seed"}.intersection(options):
             raise UserError(f"--{name} draws other questions than those held out: leave it out")
-    config = resolve(method.config, given, presets=method.presets, saved=saved, training=False)
+    config = resolve(method.config, options, presets=method.presets, saved=saved, training=False)
     if not asking and config.data == "toy":
         config.at_least(1, "eval_questions")
     return config
@@ -126,7 +126,7 @@ def frozen_model(checkpoint: Path) -> Path:
 def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
     """Makes --group attempts at every held-out question; prints and writes the table and the page.
 
-    With `resume` it goes on if it has begun.
+    With `resume` an evaluation that has begun goes on.
     """
     source = models.run_of(Path(config.model)) or Path(config.model)
     base = f"eval-{source.resolve().name}"
@@ -143,28 +143,28 @@ def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
     )
     config.name = from_first_rank(config.name)
     run.folder = Path(config.runs) / config.name
-    done = from_first_rank(on_first_rank(lambda: open_files(run, begun)))
+    finished = from_first_rank(on_first_rank(lambda: open_files(run, begun)))
 
-    def known(question: Question) -> bool:
+    def has_answer(question: Question) -> bool:
         return bool(question.golden_answers) or "grade" in additions
 
     grade = run.grade
-    run.grade = lambda question, answer: grade(question, answer) if known(question) else 0.0
-    batch = [(i, question) for i, question in enumerate(run.eval_questions) if i not in done]
+    run.grade = lambda question, answer: grade(question, answer) if has_answer(question) else 0.0
+    batch = [(i, question) for i, question in enumerate(run.eval_questions) if i not in finished]
     batch = batch[run.rank :: run.ranks]
     size = max(1, BATCH // config.group)
     options = {"step": "eval", "top_p": config.top_p}
     for first in range(0, len(batch), size):
         part = batch[first : first + size]
         trajectories = play_batch(run, part, config.group, run.eval_tools, **options)
-        lines = [attempt_record(run, t, known(t.question)) for t in trajectories]
+        lines = [attempt_record(run, t, has_answer(t.question)) for t in trajectories]
         folders.append_lines(run.folder / "rollouts" / f"step_{run.rank}.jsonl", lines)
-    sum_over_ranks({})  # waits until all of them have written
+    sum_over_ranks({})  # waits until all ranks have written
     on_first_rank(lambda: report(run))
 
 
 def open_files(run: Run, begun: bool) -> set[int]:
-    """The indices of finished questions; other lines are removed, as of a kill or a lost judge."""
+    """The indices of finished questions. Lines of questions that lack a grade are removed."""
     if begun:
         refuse_other_questions(run.folder, run.asked)
     else:
@@ -173,18 +173,15 @@ def open_files(run: Run, begun: bool) -> set[int]:
     done = set()
     for path in folders.rollout_files(run.folder).values():
         lines = folders.read_lines(path)
-        graded = Counter(line["index"] for line in lines if line["sums"].get("graded"))
-        lines = [line for line in lines if graded[line["index"]] == run.config.group]
+        grades = Counter(line["index"] for line in lines if line["sums"].get("graded"))
+        lines = [line for line in lines if grades[line["index"]] == run.config.group]
         folders.write_whole(path, folders.as_lines(lines))
         done.update(line["index"] for line in lines)
     return done
 
 
 def attempt_record(run: Run, trajectory: Trajectory, known: bool) -> dict:
-    """The line of an attempt in rollouts/, with its question's index and what the table needs.
-
-    known: whether somebody knows the right answer.
-    """
+    """The line of an attempt in rollouts/. `known`: whether the right answer is known."""
     record = logbook.record(trajectory, run.chat, 0, "eval")
     record |= {"index": trajectory.question_index, "known": known, "sums": local_sums([trajectory])}
     return record if known else record | {"reward": None}
@@ -194,12 +191,12 @@ def report(run: Run) -> None:
     """Writes and prints the table, the page, and the answers that nobody can grade."""
     sets: dict[str, list[dict]] = {}
     unknown = []
-    shown = ["question_id", "question", "answer"]
+    columns = ["question_id", "question", "answer"]
     for path in folders.rollout_files(run.folder).values():
         for line in folders.read_lines(path):
             source = run.eval_questions[line["index"]].source
             attempts = sets.setdefault(source, []) if line["known"] else unknown
-            attempts.append({key: line[key] for key in [*shown, "index", "reward", "sums"]})
+            attempts.append({key: line[key] for key in [*columns, "index", "reward", "sums"]})
     if len(unknown) + sum(map(len, sets.values())) < len(run.eval_questions) * run.config.group:
         raise UserError(f"{run.folder} lacks attempts of other machines: let all share one --runs")
     rows = [row(run, name, attempts) for name, attempts in sorted(sets.items())]
@@ -211,7 +208,7 @@ def report(run: Run) -> None:
     print(f"{'table':<14}{run.folder / 'table.json'}")
     if unknown:
         unknown.sort(key=lambda attempt: attempt["index"])
-        lines = folders.as_lines([{key: attempt[key] for key in shown} for attempt in unknown])
+        lines = folders.as_lines([{key: attempt[key] for key in columns} for attempt in unknown])
         print(f"{'answers':<14}{folders.write_whole(run.folder / 'answers.jsonl', lines)}")
         rows.append(row(run, "without answers", unknown))
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
@@ -227,12 +224,12 @@ def row(run: Run, name: str, attempts: list[dict]) -> dict:
         sums.update(attempt["sums"])
         rewards.setdefault(attempt["index"], []).append(attempt["reward"] or 0.0)
     n = len(attempts)
-    several = {}
+    pass_at_k = {}
     low, high = wilson_interval(sums["reward"], n)
     if run.config.group > 1:
-        passed = sum(max(own) > 0.5 for own in rewards.values())
-        several = {"attempts": run.config.group, "passed": passed / len(rewards)}
-        several |= zip(("passed_low", "passed_high"), wilson_interval(passed, len(rewards)))
+        passes = sum(max(own) > 0.5 for own in rewards.values())
+        pass_at_k = {"attempts": run.config.group, "passed": passes / len(rewards)}
+        pass_at_k |= zip(("passed_low", "passed_high"), wilson_interval(passes, len(rewards)))
         means = [statistics.fmean(own) for own in rewards.values()]
         low, high = clustered_interval(means, run.config.group)
     return {
@@ -241,7 +238,7 @@ def row(run: Run, name: str, attempts: list[dict]) -> dict:
         "accuracy": sums["reward"] / n,
         "low": low,
         "high": high,
-        **several,
+        **pass_at_k,
         **failures(sums),
         "calls": sums["calls"] / n,
         "malformed": ratio(sums["malformed"], sums["steps"]),
@@ -253,9 +250,9 @@ def row(run: Run, name: str, attempts: list[dict]) -> dict:
 
 def table(rows: list[dict]) -> str:
     """The rows as text: shares in percent, their 95 % intervals, calls an attempt."""
-    whole = rows[-1]
+    total = rows[-1]
     shares = {"accuracy": ("accuracy", "low", "high")}
-    if k := whole.get("attempts"):
+    if k := total.get("attempts"):
         shares = {
             f"avg@{k}": shares["accuracy"],
             f"pass@{k}": ("passed", "passed_low", "passed_high"),
@@ -267,10 +264,10 @@ def table(rows: list[dict]) -> str:
         for share, low, high in shares.values():
             line += f"{f'{r[share]:.1%} ({r[low]:.1%}–{r[high]:.1%})':<22}"
         lines.append(f"{line}{r['calls']:>8.2f}{r['malformed']:>11.1%}")
-    if whole["judge_failures"]:
-        lines.append(f"{whole['judge_failures']} answers not judged, so counted as not right")
-    if whole["tool_errors"]:
-        lines.append(f"{whole['tool_errors']} tool calls failed; the page has the reasons")
+    if total["judge_failures"]:
+        lines.append(f"{total['judge_failures']} answers not judged, so counted as not right")
+    if total["tool_errors"]:
+        lines.append(f"{total['tool_errors']} tool calls failed; the page has the reasons")
     return "\n".join(lines)
 
 
@@ -278,7 +275,7 @@ def table(rows: list[dict]) -> str:
 
 
 def ask(method: Method, config: Config, text: str | None, **additions) -> None:
-    """Answers a question, or the lines of standard input, showing how as it happens."""
+    """Answers a question, or the lines of standard input, and prints each step as it happens."""
     run = build(method, config, training=False, **additions)
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     if text is not None:
@@ -291,7 +288,7 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
         except UserError as error:  # the next question may be a better one
             fail(error)
         except KeyboardInterrupt as error:
-            # The first Ctrl-C cancels the episode. A second one during this breaks into a step.
+            # The first Ctrl-C cancels the episode. A second one may damage the sampler's state.
             if stopped or not isinstance(error.__context__, asyncio.CancelledError):
                 raise
             stopped = True
@@ -315,11 +312,11 @@ def answer(run: Run, text: str) -> None:
         raise UserError("the question is not text in UTF-8")
     question = Question("asked", text, (), "asked")
     run.method.fits(run.config, run.chat, question)
-    shown = {"step": "ask", "top_p": run.config.top_p, "on_event": functools.partial(say, run)}
-    play_batch(run, [(0, question)], 1, run.eval_tools, **shown)
+    options = {"step": "ask", "top_p": run.config.top_p, "on_event": functools.partial(say, run)}
+    play_batch(run, [(0, question)], 1, run.eval_tools, **options)
 
 
 def say(run: Run, kind: str, text: str) -> None:
-    """One line for somebody who watches. What strangers wrote cannot speak to the terminal."""
+    """Prints an event in one line, without control characters of foreign text."""
     name = run.method.roles.get(kind, kind).lower()
     print(f"{name:>9} | {pages.plain(' '.join(text.split()))}", flush=True)

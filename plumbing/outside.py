@@ -50,7 +50,7 @@ class Machine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all weights that are not trained."""
+        """The dtype of all weights that are not trained."""
         return torch.bfloat16 if self.bf16 else torch.float32
 
 
@@ -65,11 +65,11 @@ def environment(
     grade: Callable[[Question, str], float | None] | None = None,
     base_model: Callable[[str, int], Path] = base_model.build,
 ) -> dict:
-    """A Run's fields from outside, its servers, its pool's tokens. UserError lists what is missing.
+    """Fields of a Run, and "servers" and "kv_tokens". UserError lists all that is missing.
 
-    `start`: the model to start from, if it is not the one that --model names. The rest is what a
-    fork brings of its own: tools; questions, as `training_and_held_out` finds them; a grader; what
-    makes the model of `--model toy`, from --cache and --seed.
+    `start`: the model to start from in place of --model. A fork can bring its own tools, its own
+    form of `training_and_held_out`, a grader, and a function of (--cache, --seed) that makes the
+    model of `--model toy`.
     """
     problems = []
 
@@ -84,13 +84,13 @@ def environment(
         collect_problem(tracker_init, config.track)
     grade = grade or collect_problem(grading.grader, config.grader)
     names = collect_problem(usable_tools, config, machine.rank, more_tools) or []
-    found = collect_problem(questions or training_and_held_out, config, names, training)
-    question, held_out = found or (None, [])
+    pair = collect_problem(questions or training_and_held_out, config, names, training)
+    question, held_out = pair or (None, [])
     tools = collect_problem(make_tools, config, "train", names) or []
     eval_tools = collect_problem(make_tools, config, "eval", names) or []
     urls = [url for url in config.server.split(",") if url]
     servers = collect_problem(vllm.connect, urls, config.tool_seconds) if config.server else []
-    # The toy's model takes minutes to make: not for a run that cannot start.
+    # The toy's model takes minutes to make, so it is not made for a run that cannot start.
     if start is None and (not problems or config.model != "toy"):
         start = collect_problem(start_model, config, base_model)
     kv_tokens, memory = 0, ""
@@ -99,12 +99,12 @@ def environment(
         sizes = {"longest": config.longest(), "world": machine.ranks, "device": machine.device}
         sizes |= {"config": config, "training": training}
         kv_tokens, memory = collect_problem(trainer.memory_plan, start, **sizes) or (0, "")
-    problems = list(dict.fromkeys(problems))  # both splits miss the same
+    problems = list(dict.fromkeys(problems))  # Both splits can have the same problem.
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
-        listed = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
-        raise UserError(f"cannot start, {len(problems)} things are missing: {listed}")
+        items = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
+        raise UserError(f"cannot start, {len(problems)} things are missing: {items}")
     return {
         "start": start,
         "memory": memory,
@@ -119,10 +119,10 @@ def environment(
 
 
 def tracker_init(name: str) -> Callable:
-    """What opens a run of trackio or wandb; UserError if its package is not there."""
+    """The function that opens a run of trackio or wandb. UserError without its package."""
     try:
         return importlib.import_module(name).init
-    except (ImportError, AttributeError):  # a folder of the name is an empty module
+    except (ImportError, AttributeError):  # A folder of that name would be an empty module.
         raise UserError(f"--track {name} needs its package: pip install {name}") from None
 
 
@@ -130,14 +130,14 @@ def tracker_init(name: str) -> Callable:
 
 
 def place(config: Config) -> Machine:
-    """This process's device and rank, as torchrun sets it."""
-    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    """This process's device and rank, from torchrun's variables."""
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     try:
-        rank, ranks, local = (int(os.environ.get(name, usual)) for name, usual in given.items())
+        rank, ranks, local = (int(os.environ.get(name, value)) for name, value in defaults.items())
         if not 0 <= rank < ranks or local < 0:
             raise ValueError
     except ValueError:
-        raise UserError(f"{', '.join(given)} are not what torchrun sets: unset them") from None
+        raise UserError(f"{', '.join(defaults)} are not what torchrun sets: unset them") from None
     device = torch.device("cpu")
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
@@ -173,7 +173,7 @@ def join(config: Config) -> Machine:
         gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
         gloo._set_default_timeout(CPU_PATIENCE)
         if cuda:
-            # GPUs that cannot talk are found out now, not after an hour of rollouts.
+            # GPUs that cannot reach each other fail now, not after an hour of rollouts.
             dist.all_reduce(torch.zeros(1, device=machine.device))
     elif machine.ranks == 1 and not cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(config.threads, os.cpu_count() or 1))
@@ -181,7 +181,7 @@ def join(config: Config) -> Machine:
 
 
 def check_machine(config: Config, machine: Machine) -> None:
-    """What the options and the environment ask of the machine."""
+    """UserError if the machine cannot do what options and environment variables ask for."""
     cuda = machine.device.type == "cuda"
     if config.bf16 == "off" and cuda:
         raise UserError("--bf16 off: attention on CUDA takes bf16 only; leave it out")
@@ -191,43 +191,43 @@ def check_machine(config: Config, machine: Machine) -> None:
 
 
 def start_model(config: Config, make: Callable[[str, int], Path]) -> Path | str:
-    """The model to start from; the toy's is made at the first use, by rank 0."""
+    """The model to start from. Rank 0 makes the toy's model if the cache lacks it."""
     if config.model != "toy":
-        return models.find(config.model, config.cache)  # ranks wait for the one that makes it
+        return models.find(config.model, config.cache)  # One rank makes it while others wait.
     processes.on_first_rank(lambda: make(config.cache, config.seed))
-    return make(config.cache, config.seed)
+    return make(config.cache, config.seed)  # It is in the cache now.
 
 
 # ------------------------------------------------------------------------------- tools
 
 
 def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> list[str]:
-    """The names of --tools that are not among `more_tools`; UserError for one that nobody knows.
+    """The names of --tools that are not among `more_tools`. UserError for an unknown name.
 
     Where Python can't be jailed the toy goes on without it; a real run is refused.
     """
-    added = [tool.name for tool in more_tools]
-    given = [name.removesuffix(":raw") for name in config.tools.split(",") if name]
-    known = [*KNOWN, *added]
-    unknown = [name for name in given if name not in known]
+    extras = [tool.name for tool in more_tools]
+    names = [name.removesuffix(":raw") for name in config.tools.split(",") if name]
+    choices = [*KNOWN, *extras]
+    unknown = [name for name in names if name not in choices]
     if unknown:
-        raise UserError(f"--tools: unknown tool '{unknown[0]}'; choose from {','.join(known)}")
-    names = [name for name in dict.fromkeys(given) if name not in added]
-    if not names and not added:
+        raise UserError(f"--tools: unknown tool '{unknown[0]}'; choose from {','.join(choices)}")
+    names = [name for name in dict.fromkeys(names) if name not in extras]
+    if not names and not extras:
         raise UserError("--tools is empty: at least one of search, scholar, python is needed")
-    reason = python.available() if "python" in names else None
-    if not reason:
+    obstacle = python.available() if "python" in names else None
+    if not obstacle:
         return names
     names.remove("python")
     if config.data != "toy" or not names:
-        raise UserError(f"{reason}; leave python out of --tools")
+        raise UserError(f"{obstacle}; leave python out of --tools")
     if rank == 0:
-        print(f"{reason}; going on without Python and its questions", flush=True)
+        print(f"{obstacle}; going on without Python and its questions", flush=True)
     return names
 
 
 def make_tools(config: Config, split: str, names: list[str]) -> list[Tool]:
-    """The tools of --tools. The toy searches the world of `split`; everything else its backend."""
+    """The tools of --tools. The toy searches the world of `split`, other runs a back end."""
     return [Tool(name, *KNOWN[name], make_call(config, split, name)) for name in names]
 
 
@@ -258,12 +258,12 @@ def training_and_held_out(
 ) -> tuple[Callable[[int], Question] | None, list[Question]]:
     """The endless stream of training questions, and the held-out ones.
 
-    Held out are --eval_data, or else questions drawn from --data, whose others are trained on.
-    Without training there are only the held-out ones.
+    The held-out ones are --eval_data. Without it they are drawn from --data, and the others of
+    --data are trained on. Without training there are only held-out ones.
     """
     if config.data == "toy":
-        # --tools takes tools away and leaves the questions, so an arm shows what it loses. Where
-        # Python cannot be jailed, its questions go as well.
+        # --tools removes tools but not their questions, so that accuracies can be compared. Only
+        # where Python cannot be jailed are its questions removed too.
         kinds = world.TOOLS
         if "python" not in names and python.available() is not None:
             kinds = ("search", "scholar")
@@ -276,19 +276,19 @@ def training_and_held_out(
     if not training:
         source = config.eval_data or config.data
         return None, tasks.questions.load_questions(source, limit=limit, seed=config.seed)
-    loaded, held_out = tasks.questions.split(
+    rest, held_out = tasks.questions.split(
         config.data, config.eval_data, held_out=limit, seed=config.seed
     )
-    if len(loaded) < config.questions:
+    if len(rest) < config.questions:
         raise UserError(
-            f"{config.data} leaves {len(loaded)} training questions, fewer than --questions "
+            f"{config.data} leaves {len(rest)} training questions, fewer than --questions "
             f"{config.questions} a step; give more, or lower --eval_questions or --questions"
         )
-    return Questions(loaded, config.seed), held_out
+    return Questions(rest, config.seed), held_out
 
 
 class Questions:
-    """Training questions 0, 1, 2, …: each once an epoch, every epoch in an order of its own."""
+    """Training questions 0, 1, 2, …: each once per epoch. Every epoch has another order."""
 
     def __init__(self, loaded: list[Question], seed: int):
         self.loaded = loaded
@@ -300,21 +300,21 @@ class Questions:
         return self.loaded[self.order(epoch)[place]]
 
     def draw(self, epoch: int) -> list[int]:
-        """An epoch's order, in which every stretch has about the sets' shares.
+        """An epoch's order. In each part of it every set has about its share of the epoch.
 
-        By chance, a step once had six questions of one kind in eight, and its update taught that
-        kind's habits to the other. A set's questions stand at equal distances, the first of them
-        at random, so that a set of one question may come anywhere.
+        A set's questions have equal distances. The place of its first question is random, so that
+        a set of one question may come anywhere. In a fully random order a step once had six
+        questions of one kind in eight, and its update taught that kind's habits to the other.
         """
         sizes = Counter(question.source for question in self.loaded)
-        drawn = Counter()
+        counts = Counter()
         first = {s: random.Random(f"{self.seed} {epoch} {s}").random() for s in sizes}
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         shuffled = torch.randperm(len(self.loaded), generator=generator).tolist()
 
         def position(index: int) -> float:
             source = self.loaded[index].source
-            drawn[source] += 1
-            return (drawn[source] - first[source]) / sizes[source]
+            counts[source] += 1
+            return (counts[source] - first[source]) / sizes[source]
 
         return sorted(shuffled, key=position)

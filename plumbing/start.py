@@ -1,4 +1,4 @@
-"""From options to a Run: all that is alive in a run.
+"""From options to a Run, which has all that a run works with.
 
 Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
@@ -33,12 +33,12 @@ from toy.language import ToyFormat
 
 @dataclass
 class Run(Machine):
-    """All that is alive in a run. Ranks hold equal weights and share out the questions."""
+    """All that a run works with. Ranks hold equal weights and share out the questions."""
 
     method: Method
     config: Config
-    folder: Path  # runs/NAME; an evaluation names it after `build`
-    # What comes from outside, as `environment` finds it.
+    folder: Path  # runs/NAME; an evaluation sets it after `build`
+    # What `environment` finds.
     start: Path | str  # the model that it begins with
     memory: str  # the plan, in one line
     grade: Callable[[Question, str], float | None]
@@ -53,15 +53,15 @@ class Run(Machine):
     driver: Driver
     sampler: AnySampler  # plays every role whose weights are trained
     samplers: dict[str, AnySampler]  # role -> who plays it
-    # These three are there in training only; the reference only if there is a KL term.
+    # Only training has these three, and the reference only with a KL term.
     policy: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     reference: Callable | None = None  # what trainer.logprob takes
     skipped: int = 0  # updates in a row without a finite gradient
-    resampled: int = 0  # batches of questions that --resample has added to earlier steps'
+    resampled: int = 0  # extra batches of questions that --resample has played
     tracker: Any = None  # on rank 0 of a run with --track
     asked: str = ""  # a fingerprint of the training questions and the held-out ones
-    lock: IO | None = None  # keeps other processes out of the folder, to the end
+    lock: IO | None = None  # keeps other processes out of the folder until the end
 
 
 def build(
@@ -75,40 +75,41 @@ def build(
 ) -> Run:
     """A Run; with `training` also its folder, policy, optimizer and reference (for a KL term).
 
-    The folder is made when all else is there; without --name it is called after the model.
-    `frozen`: the model that plays frozen roles in an evaluation. `language`: how the roles of a toy
-    speak, by its tokenizer and the tools' names. `additions` are those of `environment`.
+    The folder is made last; without --name its name is the model's. `frozen`: the model that plays
+    frozen roles in an evaluation. `language`: makes a toy's format from its tokenizer and the
+    tools' names. `additions` are those of `environment`.
     """
     machine = join(config)
     folder = Path(config.runs) / config.name
-    lock = state = begin = None
-    if config.resume:  # from its own files: what --model names may be changed or gone by now
+    lock = state = own_start = None
+    if config.resume:  # from the run's own files, since --model may have changed or be gone by now
         lock = on_first_rank(lambda: reopen(config, method.name))
         state = trainer.newest(folder)
         if os.path.lexists(folder / trainer.FROZEN):
-            frozen = begin = folder / trainer.FROZEN
+            frozen = own_start = folder / trainer.FROZEN
         elif state and not config.needs_start():
-            begin = state[1] / "model"
+            own_start = state[1] / "model"
     elif training:
         on_first_rank(lambda: folders.refuse_run(Path(config.runs), config.name))
-    outside = environment(config, machine, training=training, start=begin, **additions)
+    outside = environment(config, machine, training=training, start=own_start, **additions)
     start = outside["start"]
     servers = outside.pop("servers")
-    sized = replace(config, kv_tokens=outside.pop("kv_tokens"))  # if the options leave it open
+    sampler_config = replace(config, kv_tokens=outside.pop("kv_tokens"))  # from the memory plan
     tokenizer = models.load_tokenizer(start)
     tools = outside["tools"]
-    if "<s2>" in tokenizer.get_vocab():  # as one token: the model speaks a toy's language
+    if "<s2>" in tokenizer.get_vocab():  # Only a toy's language has it as a token.
         chat = language(tokenizer, [tool.name for tool in tools])
     else:
         words = method.words(config, tools)
         chat = ChatFormat(tokenizer, words, tools, models.declared_ends(start))
     questions = first_questions(config, outside["question"]) + outside["eval_questions"]
-    asked = hashlib.sha256(repr(questions).encode()).hexdigest()
+    fingerprint = hashlib.sha256(repr(questions).encode()).hexdigest()
     if config.resume:
-        on_first_rank(lambda: refuse_other_questions(folder, asked))
+        on_first_rank(lambda: refuse_other_questions(folder, fingerprint))
     for question in questions:
         method.fits(config, chat, question)
 
+    # With adapters the base is the start, and make_trainer reads the state's adapters.
     origin = state[1] / "model" if state and not config.lora_rank else start
     model, first = load_models(config, machine, origin, frozen or start, training)
     if len(tokenizer) > models.vocabulary(model):
@@ -116,13 +117,13 @@ def build(
     if config.server:
         sampler = make_remote(config, servers, origin, model, machine)
     else:
-        sampler = make_sampler(sized, model, machine)
+        sampler = make_sampler(sampler_config, model, machine)
     samplers = dict.fromkeys(method.roles, sampler)
     if config.frozen():
-        samplers |= dict.fromkeys(config.frozen(), make_sampler(sized, first, machine))
-    # Bit-equal reruns, however slow a tool is, where the arithmetic allows them.
+        samplers |= dict.fromkeys(config.frozen(), make_sampler(sampler_config, first, machine))
+    # On a CPU a rerun gives the same bits, however slow the tools are.
     deterministic = machine.device.type == "cpu" and not config.server
-    if training and not config.resume:  # nothing can be missing any more
+    if training and not config.resume:  # Nothing can be missing now.
         lock = on_first_rank(lambda: new_folder(config, Path(config.model).resolve().name))
         config.name = from_first_rank(config.name)
     run = Run(
@@ -136,7 +137,7 @@ def build(
         driver=Driver(list(dict.fromkeys(samplers.values())), deterministic=deterministic),
         sampler=sampler,
         samplers=samplers,
-        asked=asked,
+        asked=fingerprint,
         lock=lock,
     )
     if run.rank == 0:
@@ -161,22 +162,22 @@ def first_questions(config: Config, question: Callable[[int], Question] | None) 
 def load_models(config: Config, machine: Machine, origin, first, training: bool) -> tuple:
     """The model from `origin`, and from `first` the one that the run began with.
 
-    Only a frozen role and the KL term need the second one. Elsewhere it is the first one again;
-    with adapters too, for without them, or with them off, that is what the run began with.
+    Only frozen roles and the KL term need the second model. Otherwise it is the first model again.
+    With adapters too: before they are added, or with them off, it is what the run began with.
     """
-    # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Only what is
-    # trained is fp32; other weights, as those beside adapters, have the arithmetic's type.
+    # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Trained weights
+    # are fp32. All others, such as those beside adapters, have the dtype of the arithmetic.
     device = machine.device if training and not config.fsdp else "cpu"
     dtype = torch.float32 if training and not config.lora_rank else machine.dtype
     model = trainer.load_model(origin, device, dtype=dtype)
     if config.lora_rank or not (config.frozen() or config.kl_beta):
         return model, model
-    where = machine.device if config.kl_beta else "cpu"
-    return model, trainer.load_model(first, where, dtype=machine.dtype)
+    first_device = machine.device if config.kl_beta else "cpu"
+    return model, trainer.load_model(first, first_device, dtype=machine.dtype)
 
 
 def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None:
-    """Adds to a run what learns: policy, optimizer, reference, as of `state` if it is resumed."""
+    """Sets the run's policy, optimizer and reference, from `state` if the run is resumed."""
     config = run.config
     if config.lora_rank:
         trainer.add_adapters(model, config.lora_rank, config.seed)
@@ -189,7 +190,7 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
         print("the first step compiles the layers: about a minute more, an estimate", flush=True)
     run.policy = trainer.parallel(policy, fsdp=config.fsdp, device=run.device)
     if config.server:
-        run.sampler.score = functools.partial(trainer.score, run.policy)  # shards included
+        run.sampler.score = functools.partial(trainer.score, run.policy)  # which may be sharded
     run.optimizer = trainer.make_optimizer(run.policy, config.lr, 0.0, config.beta1)
     if config.kl_beta and config.lora_rank:
         run.reference = trainer.reference(run.policy)
@@ -202,20 +203,20 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
 # ---------------------------------------------------------------------------------- its folder
 
 
-def take_options(given: dict) -> dict:
-    """The options given, and with --resume the run's own below them; where none is, one begins.
+def take_options(options: dict) -> dict:
+    """The given options. With --resume they override the run's; without such a run one begins.
 
-    Every rank reads them before it joins the others, and rank 0 writes none before that.
+    Every rank reads the run's options before it joins the others; rank 0 writes them later.
     """
-    if not given.get("resume"):
-        return given
-    if not given.get("name"):
+    if not options.get("resume"):
+        return options
+    if not options.get("name"):
         raise UserError("--resume needs the --name of the run that goes on or begins")
-    runs = given.get("runs", Config.runs)
-    folder = Path(runs) / given["name"]
+    runs = options.get("runs", Config.runs)
+    folder = Path(runs) / options["name"]
     if not folders.resumable(folder):
-        return given | {"resume": False}
-    return folders.read_json(folder / "config.json") | {"runs": runs} | given
+        return options | {"resume": False}
+    return folders.read_json(folder / "config.json") | {"runs": runs} | options
 
 
 def new_folder(config: Config, base: str) -> IO:
@@ -236,7 +237,7 @@ def reopen(config: Config, method: str) -> IO:
     folder = Path(config.runs) / config.name
     lock = reclaim(config, method)
     state = trainer.newest(folder)
-    # `checkpoint` is linked with the first saved state and never removed.
+    # The link `checkpoint` is made with the first saved state and never removed.
     if state is None and os.path.lexists(folder / "checkpoint"):
         raise UserError(f"{folder} holds no whole state to go on from; choose another --name")
     if state and state[0] > config.steps:
@@ -245,12 +246,12 @@ def reopen(config: Config, method: str) -> IO:
 
 
 def reclaim(config: Config, method: str) -> IO:
-    """The lock of a folder that exists. UserError if its settings or its method are others."""
+    """The lock of a folder that exists. UserError if its settings or its method differ."""
     folder = Path(config.runs) / config.name
     lock = folders.lock(folder)
     if lock is None:
         raise UserError(f"another process works on {folder}; wait until it has ended")
-    # An option that the older version did not have counts as its default.
+    # An option that an older version did not have gets its default.
     saved = vars(type(config)()) | folders.read_json(folder / "config.json")
     may_change = flagged(type(config), RESUME)
     changed = [
@@ -263,16 +264,16 @@ def reclaim(config: Config, method: str) -> IO:
             f"the run at {folder} was started with other settings: {', '.join(changed)}; "
             "leave these options out"
         )
-    made_by = folders.read_json(folder / "method.json")["name"]
-    if made_by != method:
-        raise UserError(f"{folder} was made by the method {made_by}: resume it with its own file")
+    owner = folders.read_json(folder / "method.json")["name"]
+    if owner != method:
+        raise UserError(f"{folder} was made by the method {owner}: resume it with its own file")
     return lock
 
 
-def refuse_other_questions(folder: Path, asked: str) -> None:
-    """UserError unless a resumed run asks what it asked: its place in an epoch is a number only."""
-    # A run of an older version has no fingerprint yet.
-    if folders.read_json(folder / "method.json").get("questions", asked) != asked:
+def refuse_other_questions(folder: Path, fingerprint: str) -> None:
+    """UserError if a resumed run would ask other questions. Its state knows them by number only."""
+    # A run of an older version has no fingerprint.
+    if folders.read_json(folder / "method.json").get("questions", fingerprint) != fingerprint:
         raise UserError(
             f"{folder} was started with other questions, or evaluates other weights: put the files "
             "behind --data and --eval_data back as they were, or choose another --name"
@@ -304,22 +305,22 @@ def make_sampler(config: Config, model, machine: Machine) -> Sampler:
 
 
 def make_remote(
-    config: Config, found: list[vllm.Server], origin: Path | str, model, machine: Machine
+    config: Config, servers: list[vllm.Server], origin: Path | str, model, machine: Machine
 ) -> vllm.Remote:
     """The servers as a sampler. They must take the longest context, and read the run's folder."""
 
-    def write(trained) -> str:
+    def write(policy_model) -> str:
         weights = Path(config.runs) / config.name / "weights"
-        return trainer.write_model(weights, trained, machine.dtype)
+        return trainer.write_model(weights, policy_model, machine.dtype)
 
     sampler = vllm.Remote(
-        found,
+        servers,
         vocabulary=models.vocabulary(model),
         seconds=config.tool_seconds,
         parallel=config.max_sequences,
         write=write,
         score=functools.partial(trainer.score, trainer.Policy(model, bf16=machine.bf16)),
-        # The probe's tokens are unlikely: two bf16 forms of SmolLM2 differ by 0.09 in the mean.
+        # On the probe's unlikely tokens two bf16 forms of SmolLM2 differ by 0.09 on average.
         tolerance=0.5 if machine.bf16 else 1e-3,
     )
     if config.longest() > sampler.positions:

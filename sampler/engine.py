@@ -16,9 +16,9 @@ The code relies on two invariants:
            can differ only where the last bits of the logits decide a draw.
 
 Departure from the textbook: on CUDA a sampled token stays on the GPU, and the host reads it one
-step later (`overlap`). It launches step n + 1 and then reads the tokens of step n. If a row stopped
-at step n, its token of step n + 1 is discarded. Batches are padded to a few sizes, and the CUDA
-graph of that size is replayed (`buckets`). Without CUDA, batches are padded only in tests.
+step later (`overlap`). The host launches step n + 1 and then reads the tokens of step n. If a row
+stopped at step n, its token of step n + 1 is discarded. Batches are padded to a few sizes, and the
+CUDA graph of that size is replayed (`buckets`). Without CUDA, batches are padded only in tests.
 
 A Sampler cannot be used after an exception, and Ctrl-C is one.
 
@@ -40,8 +40,8 @@ from sampler.plan import Copies, Decode, plan_kv_ranges, to_device
 from sampler.request import Completion, Conversation, Request, check
 from sampler.scheduler import Scheduler
 
-# A decode step whose tokens the host has not read yet: its plan; tokens and log-probs as one tensor
-# [2, B], whose fp64 represents tokens exactly; on CUDA the event after its copy to the host.
+# A decode step that the host has not read yet: its plan, a tensor [2, B] of tokens and log-probs
+# (fp64 represents token ids exactly), and on CUDA the event after the copy to the host.
 Unread = tuple[Decode, Tensor, "torch.cuda.Event | None"]
 
 
@@ -133,16 +133,16 @@ class Sampler:
         if self.pool is None:
             self._make_pool()
         if self.unread is not None and self.scheduler.lacks_slots():
-            self._postprocess()  # A preempted row is prefilled again, from tokens on the host.
-        unread = self.unread is not None
-        copies_before, prefill, copies_after, decode = self.scheduler.schedule(unread)
+            self._postprocess()  # The host must know all tokens of a row that is preempted.
+        plan = self.scheduler.schedule(unread=self.unread is not None)
+        copies_before, prefill, copies_after, decode = plan
         self._copy_pages(copies_before)
         if prefill is not None:
             self.model.fill(prefill.to(self.device), self.pool)
         self._copy_pages(copies_after)
-        launched = self._decode(decode) if decode is not None else None
-        self._postprocess()  # This is the step before; the device computes the new one meanwhile.
-        self.unread = launched
+        new_step = self._decode(decode) if decode is not None else None
+        self._postprocess()  # reads the step before, while the device computes the new one
+        self.unread = new_step
         if not self.overlap:
             self._postprocess()
         finished, self.scheduler.finished = self.scheduler.finished, []
@@ -151,7 +151,7 @@ class Sampler:
     def close(self, conversation: Conversation) -> None:
         """Gives a conversation's pages back; its open request, if any, ends with an error.
 
-        Full pages keep their contents until they are needed: a later prompt may begin alike.
+        Full pages keep their contents until they are needed, for later prompts that begin alike.
         """
         self.scheduler.close(conversation)
 
@@ -194,8 +194,8 @@ class Sampler:
         batch = decode.batch
         if kernels.use_triton(self.pool):
             max_rows = max_rows_of_range(self.model.heads // self.model.kv_heads)
-            tables = batch.block_table, batch.lengths
-            batch.kv_ranges = plan_kv_ranges(*tables, self.pages.size, max_rows)
+            rows_of_plan = batch.block_table, batch.lengths
+            batch.kv_ranges = plan_kv_ranges(*rows_of_plan, self.pages.size, max_rows)
         batch = batch.to(self.device)
         batch.ids = self.newest[rows]
         if self.graphs:
@@ -212,7 +212,7 @@ class Sampler:
         return decode, result, ready
 
     def _choose(self, logits: Tensor, decode: Decode) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs [B] from fp32 logits [B, V]. It skips options that no row uses."""
+        """Tokens and log-probs [B] from fp32 logits [B, V], without options that no row uses."""
         if not decode.temperature.any():
             return greedy(logits)
         uniforms = to_device(decode.uniforms, self.device)

@@ -3,8 +3,8 @@
 A decode step of a small batch launches about 300 kernels. The host needs more time to launch them
 than the GPU needs to run them. A CUDA graph replays them with one call, but only for fixed shapes
 and addresses. So batches are padded to a few sizes, and a block table is wide enough for the whole
-pool. The width costs no time: the kernels read a row's pages up to its length. A size has a second
-graph for batches whose rows share no pages: it launches nothing for shared ranges.
+pool. The width costs no time: the kernels read a row's pages up to its length. Each size has a
+second graph for batches whose rows share no pages. It launches nothing for shared ranges.
 
 Padding rows have length 0 and slot -1: they read nothing and write nothing.
 Without CUDA the same padded batches run without a graph, in pytest tests/test_sampler.py.
@@ -35,17 +35,17 @@ class Graphs:
         self.pool = pool
         sizes = [1, 2, 4, 8, 16, *range(32, max_rows + 32, 32)]
         sizes = sorted({min(size, max_rows) for size in sizes})
-        # (rows, whether they share pages) -> buffers, and -> (graph, its hidden states [rows, D])
+        # The keys are (number of rows, whether rows share pages).
         self.buffers: dict[tuple[int, bool], Batch] = {}
-        self.captured: dict[tuple[int, bool], tuple] = {}
+        self.captured: dict[tuple[int, bool], tuple] = {}  # (graph, its hidden states [rows, D])
         for size in sizes:
-            both = self.make_buffers(size)
-            self.buffers[size, False] = replace(both, kv_ranges=both.kv_ranges[-size:])
-            self.buffers[size, True] = both
+            batch = self.make_buffers(size)
+            self.buffers[size, False] = replace(batch, kv_ranges=batch.kv_ranges[-size:])
+            self.buffers[size, True] = batch
         if not can_capture(pool):
             return
         # Every size is captured before the first request, since a capture waits for the whole
-        # device. The largest size is first, and the others use its memory: graphs never overlap.
+        # device. The largest size is first. The others use its memory: no two graphs run at once.
         memory = None
         for key in reversed(self.buffers):
             graph, hidden = self.capture(self.buffers[key], memory)
@@ -100,8 +100,8 @@ class Graphs:
                 self.model.hidden(static, self.pool)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph waits for the device first. During the capture a thread of NCCL may ask
-        # for its events, which by default would break the capture.
+        # torch.cuda.graph waits for the device first. During the capture a thread of NCCL may query
+        # its events, which by default would break the capture.
         options = {"pool": memory, "capture_error_mode": "thread_local"}
         with torch.no_grad(), torch.cuda.graph(graph, **options):
             hidden = self.model.hidden(static, self.pool)

@@ -2,10 +2,10 @@
 
 The cache is one pool of pages. A page stores the keys and values of `size` tokens for every layer.
 A block table is the list of a context's page numbers, in order. Contexts with a common beginning
-share its pages (prefix sharing). A page that no block table contains any more is free, or it is
-kept: a full page keeps what it holds until its memory is needed, and a context that begins with the
-same tokens takes it over (`find`). The lowest free page is taken first, so that a context's pages
-are often consecutive.
+share its pages (prefix sharing). A page that no block table contains any more is free or, if it is
+full, kept: its contents stay until its memory is needed. A context that begins with the same tokens
+takes kept pages over (`find`). The lowest free page is taken first, so that a context's pages are
+often consecutive.
 
 Tests: pytest tests/test_pages.py
 """
@@ -22,15 +22,15 @@ class Pages:
         self.size = size
         self.free = list(range(count))  # a heap
         self.references = [0] * count
-        # Full pages by (id of the page before, tokens): each has an id that is never used again.
-        self.known: dict[tuple, tuple[int, int]] = {}  # -> (page, id)
+        # Full pages: (id of the page before it, tokens) -> (page, id). No id is used twice.
+        self.known: dict[tuple, tuple[int, int]] = {}
         self.keys: dict[int, tuple] = {}  # page -> its key in `known`
         self.kept: dict[int, None] = {}  # pages in no block table, the least recently used first
         self.ids = itertools.count(1)
 
     @property
     def available(self) -> int:
-        """The number of pages that block tables can still get: free and kept ones."""
+        """The number of pages that block tables can still get, whether free or kept."""
         return len(self.free) + len(self.kept)
 
     def missing(self, block_table: list[int], tokens: int) -> int:
@@ -39,14 +39,14 @@ class Pages:
 
     def extend(self, block_table: list[int], tokens: int) -> bool:
         """Adds pages for `tokens` tokens in all. False, without change, if too few are left."""
-        missing = self.missing(block_table, tokens)
-        if missing > self.available:
+        shortage = self.missing(block_table, tokens)
+        if shortage > self.available:
             return False
-        while len(self.free) < missing:
+        while len(self.free) < shortage:
             page = next(iter(self.kept))
             del self.kept[page], self.known[self.keys.pop(page)]
             heapq.heappush(self.free, page)
-        for _ in range(missing):
+        for _ in range(shortage):
             page = heapq.heappop(self.free)
             self.references[page] = 1
             block_table.append(page)
@@ -60,23 +60,23 @@ class Pages:
         make the copy before the device writes to either page.
         """
         full, rest = divmod(tokens, self.size)
-        new = block_table[:full]
-        for page in new:
+        table = block_table[:full]
+        for page in table:
             self.references[page] += 1
             self.kept.pop(page, None)
         if not rest:
-            return new, None
-        self.extend(new, tokens)
-        return new, (block_table[full], new[full])
+            return table, None
+        self.extend(table, tokens)
+        return table, (block_table[full], table[full])
 
     def find(self, tokens: list[int]) -> list[int]:
         """The pages that hold the first full pages of `tokens`, as many as are known."""
         pages = []
-        before = 0
+        parent = 0
         for key in self.split(tokens):
-            if (before, key) not in self.known:
+            if (parent, key) not in self.known:
                 break
-            page, before = self.known[before, key]
+            page, parent = self.known[parent, key]
             pages.append(page)
         return pages
 
@@ -86,16 +86,16 @@ class Pages:
         return [tuple(tokens[end - self.size : end]) for end in ends]
 
     def release(self, block_table: list[int], tokens: list[int]) -> None:
-        """Empties a block table that holds `tokens`. Pages that no other has are free or kept."""
-        before = 0
+        """Empties a block table of `tokens`. Pages that no other table has become free or kept."""
+        parent = 0
         for page, content in zip(block_table, self.split(tokens)):
-            key = before, content
+            key = parent, content
             if key not in self.known:
-                self.known.pop(self.keys.get(page), None)  # It has another page before it now.
+                self.known.pop(self.keys.get(page), None)  # Its old key has another page before it.
                 self.known[key] = page, next(self.ids)
                 self.keys[page] = key
-            before = self.known[key][1]
-        for page in reversed(block_table):  # A page must not be kept longer than the page before.
+            parent = self.known[key][1]
+        for page in reversed(block_table):  # No page may be kept longer than the page before it.
             self.references[page] -= 1
             if self.references[page] == 0 and page in self.keys:
                 self.kept[page] = None
@@ -104,7 +104,7 @@ class Pages:
         block_table.clear()
 
     def forget(self) -> None:
-        """Keeps nothing: what full pages hold is of older weights."""
+        """Frees all kept pages, whose contents are of older weights."""
         self.free = sorted([*self.free, *self.kept])
-        for known in (self.known, self.keys, self.kept):
-            known.clear()
+        for index in (self.known, self.keys, self.kept):
+            index.clear()

@@ -1,4 +1,4 @@
-"""The scheduler: it decides which requests run, and in which pages. It has integers, no tensors.
+"""The scheduler decides which requests run, and in which pages. It has integers, no tensors.
 
 A request goes through these lists:
   waiting      it has no row; the oldest request is first
@@ -122,13 +122,13 @@ class Scheduler:
         return copies
 
     def _lacks_pages(self, conversation: Conversation, source, shared: int) -> bool:
-        """Whether too few pages are left for it, where `source` has its first `shared` tokens.
+        """Whether too few pages are left for it, if it shares `shared` tokens of `source`.
 
         One page is reserved for every row that runs already.
         """
         needed = self.pages.missing(conversation.block_table, len(conversation.tokens))
         needed -= shared // self.pages.size
-        if source is not None:  # Kept pages that it takes over are available to no other.
+        if source is not None:  # Kept pages that it takes over are no longer available.
             needed += len(self.pages.kept.keys() & source.block_table)
         running = len(self.prefilling) + len(self.decoding)
         return needed + running > self.pages.available
@@ -175,7 +175,7 @@ class Scheduler:
         """
         for request in sorted(self._at_page_end(), key=number_of):
             block_table = request.conversation.block_table
-            while request.row is not None:  # It has none once it is preempted itself.
+            while request.row is not None:  # The request may be preempted itself.
                 if self.pages.extend(block_table, int(self.rows.length[request.row])):
                     self.rows.block_table[request.row, len(block_table) - 1] = block_table[-1]
                     break
@@ -210,7 +210,7 @@ class Scheduler:
         conversation.num_cached_tokens = 0
 
     def release_all(self) -> None:
-        """Preempts all conversations, so that no page is in use, and none is kept."""
+        """Preempts all conversations and forgets kept pages, so that all pages are free."""
         for conversation in list(self.holders):
             self._preempt(conversation)
         self.pages.forget()
@@ -255,7 +255,7 @@ class Scheduler:
             if request.done:  # It stopped one step ago or was closed: the token is discarded.
                 continue
             conversation = request.conversation
-            # The page has the key and value of the token that the row fed.
+            # The step stored the key and value of the token that it fed, the newest one until now.
             conversation.num_cached_tokens = len(conversation.tokens)
             conversation.tokens.append(token)
             request.tokens.append(token)
@@ -276,8 +276,8 @@ class Scheduler:
     # A holder is a conversation that has pages. The source of a new conversation is the holder
     # whose prompt has the longest prefix in common with the new prompt. The new request waits until
     # its source has prefilled that prefix. Such a source runs, so no request waits for a request
-    # that waits. Both may happen in one step: the page copies come after the prefill.
-    # Where kept pages of closed or preempted conversations hold a longer prefix, these are shared.
+    # that waits. The request may begin in the step of that prefill, since page copies follow it.
+    # If kept pages of closed or preempted conversations have a longer prefix, they are shared.
 
     def _find_source(self, conversation: Conversation) -> tuple[Conversation | None, int]:
         """The holder of pages to share, and the number of tokens that are shared.
@@ -285,7 +285,7 @@ class Scheduler:
         (None, 0) if the conversation has pages already, or there is no page to share. Prompts are
         sorted, so the neighbours of a prompt have the longest prefixes in common with it. An equal
         prompt is shared except for its last token, which is fed again for its logits. Of other
-        prompts only full pages are shared, and of kept pages. Those have a holder made for them.
+        prompts only full pages are shared. Kept pages are full and get a new holder.
         """
         prompt = conversation.prompt
         source, shared = None, 0
@@ -302,10 +302,10 @@ class Scheduler:
             full = common - common % self.pages.size
             if full > shared:
                 source, shared = holder, full
-        kept = self.pages.find(conversation.tokens[:-1])
-        if len(kept) * self.pages.size > shared:
-            shared = len(kept) * self.pages.size
-            source = Conversation(block_table=kept, num_cached_tokens=shared)
+        pages = self.pages.find(conversation.tokens[:-1])
+        if len(pages) * self.pages.size > shared:
+            shared = len(pages) * self.pages.size
+            source = Conversation(block_table=pages, num_cached_tokens=shared)
         return source, shared
 
 

@@ -1,14 +1,15 @@
 """The states of a run on disk. A state is complete or absent, and --resume loads the newest one.
 
-A state is the folder state/step_N: `model/` in Hugging Face's format with the LoRA adapters merged
-in, the adapters in it (lora.py), `optimizer.pt`, and `state.json` with the step. The folder
-gets its name when all files are on the disk (atomic.py). Old states are removed after that.
-checkpoint/ is a link to the newest state's model. If a run was killed before it changed the link,
-`link_checkpoint` changes it on resume. best/ is a link to the model with the best evaluation.
+A state is the folder state/step_N. It has `model/` in Hugging Face's format, `optimizer.pt`, and
+`state.json` with the step. LoRA adapters are merged into the model, and model/adapter/ has them
+too (lora.py). The folder gets its name when all files are on the disk (atomic.py). Then old states
+are removed. checkpoint/ is a link to the newest state's model. If a run was killed before it
+changed the link, `link_checkpoint` does so on resume. best/ is a link to the model with the best
+evaluation.
 
 frozen/ is a copy of the model that a run began with. It exists only if a run needs that model until
-its end: for frozen roles, below adapters, or as the reference of the KL term. A resumed run and its
-evaluations load this copy, because the model of --model may have changed or be deleted.
+its end: for frozen roles, as the base of adapters, or as the reference of the KL term. A resumed
+run and its evaluations load this copy, because --model may have changed or be deleted.
 
 Every rank must call the functions that write, because they gather shards. Rank 0 writes. UserError
 on all ranks if writing fails.
@@ -39,8 +40,8 @@ from trainer.loading import load_model
 from trainer.lora import ADAPTER, adapters, merged_weights, write_adapters
 from trainer.policy import unwrap
 
-STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # of complete states
-STATES = 2  # the number of newest states, which are not removed
+STATE_FILES = "step_" + 6 * "[0-9]" + "/state.json"  # a pattern for the files of complete states
+STATES = 2  # how many of the newest states are never removed
 FROZEN = "frozen"  # the folder of the model that the run began with
 
 # ------------------------------------------------------------------------------------------- states
@@ -49,19 +50,19 @@ FROZEN = "frozen"  # the folder of the model that the run began with
 def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> None:
     """Writes state/step_N and changes the link checkpoint/ to its model.
 
-    UserError if weights or moments are not finite. The former states are unchanged then.
+    UserError, without any change, if weights or moments are not finite.
     """
     if not all_finite(policy, optimizer):
         raise UserError(
             f"the weights are not finite after {step} steps, so they were not saved: begin a new "
             "run from the last state, with --model RUN/checkpoint and a lower --lr"
         )
-    # All are gathered on rank 0, with the names of an unsharded model.
+    # Weights and moments are gathered on rank 0, with the names of an unsharded model.
     model = unwrap(policy).model
     weights = merged_weights(model)
     adapter_weights = {name: gather_full(p).cpu() for name, p in adapters(model).items()}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    moments = {}  # Before the first update PyTorch's function would count an update.
+    moments = {}  # Before the first update PyTorch's function would make one to fill the state.
     if optimizer.state:
         moments = get_optimizer_state_dict(policy, optimizer, options=options)
 
@@ -76,7 +77,7 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
 
     def write() -> None:
         final = folder / "state" / f"step_{step:06d}"
-        if not (final / "state.json").exists():  # else a step that failed saves what it began with
+        if not (final / "state.json").exists():  # A failed step may save a state a second time.
             write_folder(final, fill)
         link_checkpoint(folder)
 
@@ -90,14 +91,15 @@ def remove_states(folder: Path, accuracies: Mapping[int, float], every: int) -> 
     best/ becomes a link to its model. Only rank 0 calls this.
     """
     states = dict(whole_states(folder))
-    kept = list(states)[-STATES:]
+    steps_to_keep = list(states)[-STATES:]
     with on_disk(f"remove old states of {folder}"):
         if scores := [(accuracies[step], step) for step in states if step in accuracies]:
-            kept.append(max(scores)[1])
-            point(folder / "best", states[kept[-1]] / "model")
+            best = max(scores)[1]
+            steps_to_keep.append(best)
+            point(folder / "best", states[best] / "model")
         for step, path in states.items():
-            if step not in kept and not (every and step % every == 0):
-                # First renamed, so that no half-removed folder counts as a state.
+            if step not in steps_to_keep and not (every and step % every == 0):
+                # It is renamed first, so that no half-removed folder counts as a state.
                 path = path.rename(path.with_name(f".{path.name}.former"))
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -9,13 +9,13 @@ Their α of 32 is used here too: with it the best learning rate hardly depends o
 times that of full training. A is initialised as nn.Linear's weight, as in LoRA's own code. B is 0,
 so that training begins at the model itself.
 
-Departure from the textbook: there is no dropout on A's input, because it would differentiate
+Departure from the textbook: there is no dropout on A's input. With it the gradient would belong to
 another distribution than the one that was sampled. Adapters are fp32 for any type of the weights.
 
 The sampler's copy has the adapters merged in (`LoRALinear.merged_weight`). With the adapters off,
 the same modules are the model that the run began with. It is the reference of the KL term.
 
-On disk they have PEFT's names: PeftModel.from_pretrained(base, "runs/NAME/checkpoint/adapter").
+On disk adapters have PEFT's names: PeftModel.from_pretrained(base, "runs/NAME/checkpoint/adapter").
 
 Tests: `pytest tests/test_lora.py`.
 """
@@ -37,7 +37,7 @@ from processes import is_first
 from trainer.policy import layers
 
 ALPHA = 32
-ADAPTER = "adapter"  # the folder of the adapters, within their merged model's
+ADAPTER = "adapter"  # the adapters' folder, within the folder of the merged model
 WEIGHTS = "adapter_model.safetensors"
 
 
@@ -97,7 +97,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def reference(policy: nn.Module):
-    """A callable with the policy's arguments, for the model without adapters."""
+    """A callable like the policy, which computes the model without adapters."""
 
     def call(batch, **options):
         modules = lora_layers(policy).values()
@@ -123,13 +123,13 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     """
     modules = lora_layers(model)
     weights = {}
-    seen = set()
+    ids = set()  # of the weights so far
     for name, value in model.state_dict(keep_vars=True).items():
         owner, _, kind = name.rpartition(".")
         is_adapter = owner in modules and kind.startswith("lora_")
-        if is_adapter or id(value) in seen:
+        if is_adapter or id(value) in ids:
             continue
-        seen.add(id(value))
+        ids.add(id(value))
         weight = gather_full(value)
         if owner in modules and kind == "weight":
             weight = modules[owner].merged_weight().to(value.dtype)

@@ -19,25 +19,25 @@ from trainer.lora import add_adapters
 from trainer.prefixes import MAX_KEYS_PER_TOKEN
 
 GIB = 2**30
-# PROCESS is Python with its libraries, or the context of a GPU. GRAPHS is the sampler's CUDA
-# graphs, NCCL its buffers. The three numbers of a GPU are estimates (NCCL's needs two GPUs).
+# PROCESS: Python with its libraries, or the context of a GPU. GRAPHS: the sampler's CUDA graphs.
+# NCCL: its buffers. The numbers of a GPU are estimates (NCCL's can be measured with two GPUs only).
 PROCESS = {"cpu": 0.7 * GIB, "cuda": 0.6 * GIB}
 GRAPHS = NCCL = {"cpu": 0, "cuda": GIB}
-# What a GPU holds only while it samples, and only while it trains: never both (train.train_step).
+# Parts that a GPU holds only while it samples, or only while it trains (train.train_step).
 SAMPLING = {"KV pool", "graphs"}
 TRAINING = {"gradients", "copies", "micro-batch"}
-# Without --kv_tokens: the pool of a CPU; on a GPU it fills this share, as far as the plan counts.
+# Without --kv_tokens: the pool's tokens on a CPU; on a GPU the plan fills this share of its memory.
 CPU_KV_TOKENS = 65536
 GPU_SHARE = 0.95
-# A token's activations in a layer that is not compiled, in bytes per unit of width: fp32, under
-# autocast, all in bf16.
+# A token's activations in one layer that is not compiled, in bytes per unit of its width: in fp32,
+# under autocast, and all in bf16.
 ACTIVATION_BYTES = 19.0, 12.6, 11.9
 
 
 def memory_plan(model, *, config, longest: int, world: int, device, training: bool = True) -> tuple:
-    """(tokens of a KV pool, a line with the GiB per process by purpose). UserError if too many.
+    """(tokens of a KV pool, a line about the plan). UserError if a process needs too much memory.
 
-    `model` is a folder or a hub name, `longest` a number of tokens, `world` one of processes.
+    `model`: a folder or a hub name. `longest`: the most tokens of a sample. `world`: processes.
     A GPU needs the larger of two sums: what it holds while it samples, and while it trains.
     """
     parts = memory_parts(load_shape(model), config, longest, world, device.type, training)
@@ -52,15 +52,15 @@ def memory_plan(model, *, config, longest: int, world: int, device, training: bo
         available = torch.cuda.get_device_properties(device).total_memory / GIB
     kv_tokens = config.kv_tokens or CPU_KV_TOKENS
     if cuda and not config.kv_tokens:
-        room = GPU_SHARE * available - size({"KV pool", *TRAINING})
-        # Two contexts a row are enough, and a longest one in whole pages is the least.
-        fits = min(room * GIB // (parts["KV pool"] or 1), 2 * config.max_sequences * longest)
-        kv_tokens = max(int(fits), longest + 64)
-    parts["KV pool"] *= kv_tokens
-    total = max(size(TRAINING), size(SAMPLING)) if cuda else size()
+        room = GPU_SHARE * available - size(absent={"KV pool", *TRAINING})
+        # At most two of the longest contexts per row are of use. One must fit, in whole pages.
+        most = min(room * GIB // (parts["KV pool"] or 1), 2 * config.max_sequences * longest)
+        kv_tokens = max(int(most), longest + 64)
+    parts["KV pool"] *= kv_tokens  # until here the bytes of one token
+    total = max(size(absent=TRAINING), size(absent=SAMPLING)) if cuda else size()
     summary = ", ".join(f"{name} {part / GIB:.2f}" for name, part in parts.items() if part)
     if total > available:
-        in_update = cuda and total > size(TRAINING)
+        in_update = cuda and total > size(absent=TRAINING)
         advice = "lower --micro_tokens" if in_update else "lower --kv_tokens"
         if training:
             advice += ", or use --recompute_activations, --lora_rank 16, or --fsdp over more ranks"
@@ -71,7 +71,7 @@ def memory_plan(model, *, config, longest: int, world: int, device, training: bo
 
 
 def memory_parts(shape, config, longest: int, world: int, kind: str, training: bool) -> dict:
-    """Bytes by purpose, of the pool a token's; `shape`: transformers', `kind`: a device's."""
+    """Bytes by purpose; "KV pool" has those of one token. `shape`: a model's config."""
     with torch.device("meta"):  # no weight is allocated
         model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
     weights = model.num_parameters()
@@ -86,22 +86,22 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     samplers = (not config.server) + bool(config.frozen())  # Frozen roles have a second sampler.
     token = 2 * layers * keys * (2 if kind == "cuda" else 4)
     copy = size * weights
-    if kind == "cpu":  # A second copy has oneDNN's layout. Both have the head in fp32.
-        copy += copy + 8 * shape.vocab_size * D
+    if kind == "cpu":  # A second copy has oneDNN's layout. Each has the head in fp32 (4 bytes) too.
+        copy = 2 * (copy + 4 * shape.vocab_size * D)
     process = PROCESS[kind] + NCCL[kind] * (world > 1)
     parts = {"process": process, "KV pool": token * samplers, "graphs": GRAPHS[kind] * samplers}
     parts["sampler"] = copy * samplers
     if not training:
-        return parts | {"weights": size * weights * (kind == "cpu")}
-    outside = shape.vocab_size * D * (1 if shape.tie_word_embeddings else 2)
-    layer = (weights - outside) / layers
+        return parts | {"weights": size * weights * (kind == "cpu")}  # The model stays on the CPU.
+    embeddings = shape.vocab_size * D * (1 if shape.tie_word_embeddings else 2)  # and the head
+    layer = (weights - embeddings) / layers
     state = {"weights": 4 * trained + size * weights * adapters}
     state |= {"gradients": 4 * trained, "optimizer": 8 * trained}
     # FSDP gathers two layers with their gradients, and two copies of the weights outside layers.
     if config.fsdp:
         state = {name: part / world for name, part in state.items()}
-        state["copies"] = 2 * size * outside + 2 * (4 + 2 * size) * layer
-    else:  # These are autocast's copies of trained weights, and DDP's gradient buckets, which last.
+        state["copies"] = 2 * size * embeddings + 2 * (4 + 2 * size) * layer
+    else:  # autocast's copies of trained weights, and DDP's gradient buckets, which are never freed
         state |= {"copies": size * trained * (size == 2), "buckets": 4 * trained * (world > 1)}
     parts |= state | {"reference": size * weights * bool(config.kl_beta and not adapters)}
     # A micro-batch has the activations of all layers, and beside them either the logits or the

@@ -10,8 +10,8 @@ DDP is the default, and `--fsdp` is PyTorch's fully_shard (FSDP2) with the same 
 and FSDP take the mean of the ranks' gradients. Here the gradient must be their sum, because the
 token weights already divide by global counts. So the loss is multiplied by the number of ranks.
 
-Departure from the textbook: the model is never in training mode. Dropout would differentiate
-another distribution than the one that was sampled.
+Departure from the textbook: the model is never in training mode. With dropout the gradient would
+belong to another distribution than the one that was sampled.
 
 Tests: `pytest tests/test_policy.py tests/test_compiled_layers.py tests/test_loading.py`. Speed
 beside padded batches: `python -m bench.train_step`, on a GPU
@@ -45,9 +45,9 @@ AttentionInterface.register("mars_packed", packed_attention)
 class Policy(nn.Module):
     """The language model with the objective as its forward pass.
 
-    `can_pack` tells whether a micro-batch may have several samples. DDP and FSDP wrap `forward`. It
-    computes the objective too, so they act once per micro-batch. `compiler`, a back end of
-    torch.compile (compiler_of), compiles the layers of a model that can be packed.
+    `can_pack` tells whether a micro-batch may have several samples. `forward` computes the
+    objective too, so that DDP and FSDP, which wrap it, act once per micro-batch. `compiler` is a
+    back end of torch.compile (compiler_of), for the layers of a model that can be packed.
     """
 
     def __init__(self, model, *, bf16: bool, recompute_activations=False, compiler=None):
@@ -57,7 +57,7 @@ class Policy(nn.Module):
             model.set_attn_implementation("mars_packed")
         for module in model.modules():
             if type(module) is nn.Linear:
-                module.forward = MethodType(linear, module)  # The compiler sees no partial.
+                module.forward = MethodType(linear, module)  # torch.compile takes no partial.
         self.model = model
         self.bf16 = bf16
         self.eval()
@@ -146,16 +146,16 @@ def compiler_of(device) -> str | None:
 
 
 def compile_layers(model, compiler: str) -> None:
-    """Lets torch.compile fuse the elementwise operations of each layer, where most time goes.
+    """Lets torch.compile fuse the elementwise operations of each layer.
 
-    All layers share the code, for any number of tokens. Attention is not compiled. The first call
-    tries the compiler on the first layer, forward and backward. If it fails, one sentence says so,
-    and PyTorch compiles nothing.
+    All layers share the compiled code, which takes any number of tokens. Attention is not compiled.
+    The first call tries the compiler on the first layer, forward and backward. If this fails, a
+    sentence says so and nothing is compiled.
     """
     for layer in layers(model):
         layer.forward = torch.compile(layer.forward, backend=compiler, dynamic=True)
     first = layers(model)[0]
-    compiled = first.forward  # without the recomputation, which would be confused by a trial
+    compiled = first.forward  # not wrapped for recomputation yet, which the trial would confuse
 
     def attempt(_, inputs, options) -> None:
         hook.remove()
@@ -163,7 +163,7 @@ def compile_layers(model, compiler: str) -> None:
             with torch.enable_grad():
                 x = inputs[0].detach().requires_grad_()
                 torch.autograd.grad(compiled(x, **options).sum(), x)
-        except Exception as error:  # The compiler calls others, which raise any type.
+        except Exception as error:  # It calls other compilers, which raise errors of any type.
             cause = reason(getattr(error, "inner_exception", error))[:200]
             print(f"torch.compile failed, so training is slower: {cause}", flush=True)
             torch.compiler.set_stance("force_eager")
@@ -194,7 +194,7 @@ def score(policy: nn.Module, tokens: list[int]) -> list[float]:
     device = next(policy.parameters()).device
     batch = make_micro_batch([sample], [torch.ones(count)], [count - 1], device)
     values = logprob(policy, batch, temperature=1.0).tolist()
-    if hasattr(policy, "reshard"):  # FSDP2's root stays whole without a backward pass.
+    if hasattr(policy, "reshard"):  # FSDP2 would keep the root whole until a backward pass.
         policy.reshard()
     return values
 
@@ -256,8 +256,8 @@ def gradient_norm(policy: nn.Module, limit: float) -> float:
 def make_optimizer(policy: nn.Module, lr: float, weight_decay: float, beta1: float = 0.9):
     """AdamW with β2 = 0.95 over the trained parameters.
 
-    At β1 = 0.9 a gradient moves the weights during about 1 / (1 − β1) = 10 updates, which is too
-    slow for a run of a few steps. On CUDA it is fused, since the other form needs more memory.
+    At β1 = 0.9 a gradient moves the weights during about 1 / (1 − β1) = 10 updates. A run of a few
+    steps needs a smaller β1. On CUDA AdamW is fused, since its other form needs more memory.
     """
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     fused = parameters[0].is_cuda or None  # None: PyTorch's own choice on a CPU
