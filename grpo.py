@@ -82,7 +82,8 @@ def token_weights(
     `loss_weights` says how often each sample counts (default 1). `counts` is the sum of the loss
     weights of all samples of this loss term in the step, over all ranks. So losses are simply
     summed over micro-batches and ranks. With `mean` "token" the weight is loss_weight / `counts`,
-    and `counts` is the number of trained tokens, each times its sample's loss weight.
+    and `counts` is the number of trained tokens, each times its sample's loss weight. ValueError if
+    there are samples and `counts` is not above 0.
     """
     if masks and not counts > 0:
         raise ValueError(f"{len(masks)} samples cannot be {counts} of all {mean}s")

@@ -101,7 +101,7 @@ def settings(method: Method, options: dict, asking: bool) -> Config:
         if options["data"] != "toy":
             saved["eval_questions"] = 0  # all questions, unless the option is given
     elif saved.get("data", "toy") != "toy" and not saved.get("eval_data"):
-        for name in {"eval_questions", "seed"}.intersection(options):
+        for name in sorted({"eval_questions", "seed"}.intersection(options)):
             raise UserError(f"--{name} draws other questions than those held out: leave it out")
     config = resolve(method.config, options, presets=method.presets, saved=saved, training=False)
     if not asking and config.data == "toy":
