@@ -77,9 +77,9 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
         metrics["resampled"] = run.resampled - resampled
         graded = first_groups(graded, config.questions)
     terms = run.method.credit(config, graded, step)
-    if run.device.type == "cuda":  # A CPU has memory for both.
-        for sampler in run.driver.samplers:
-            sampler.lend_pool()
+    # Pages of a frozen role are forgotten too: a resumed run begins without any.
+    for sampler in run.driver.samplers:
+        sampler.lend_pool()
     metrics |= update(run, terms, step)
     run.optimizer.zero_grad(set_to_none=True)  # The samplers' next step takes the memory back.
     start_sync = time.perf_counter()
