@@ -420,8 +420,8 @@ def main(
         if not training:
             evaluation.main(method, arguments, complete, **additions)
         else:
-            given = complete("train", parse(parser(method.config, description), arguments))
-            config = resolve(method.config, take_options(given), presets=method.presets)
+            given = take_options(parse(parser(method.config, description), arguments))
+            config = resolve(method.config, complete("train", given), presets=method.presets)
             if config.resample and method.play_step:
                 raise UserError(f"--resample has no use: {method.name} plays its steps by itself")
             terminated = []
