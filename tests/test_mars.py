@@ -223,6 +223,9 @@ def test_a_resumed_run_asks_on_where_its_stream_was(base, tmp_path):
     assert run(*options, "--resume", grade=half) == 0
     assert metrics(folder) == metrics(tmp_path / "whole")
     assert same_weights(folder / "checkpoint", tmp_path / "whole/checkpoint")
+    folders.append_lines(folder / "metrics.jsonl", [{"step": 3}])  # of a step whose tools failed
+    gc.collect()
+    assert run(*options, "--resume", grade=half) == 2, "no traceback"
 
 
 def too_large(*given, **options):
@@ -447,6 +450,10 @@ def test_an_evaluation_goes_on_where_it_was_ended(copied, monkeypatch, capsys, t
     before = model.stat().st_mtime_ns
     os.utime(model)
     refused("other weights")
+    state = copied / "whole/state/step_000004"
+    state.rename(state.with_name("step_000005"))  # as if the run had trained on meanwhile
+    refused("choose another --name")
+    state.with_name("step_000005").rename(state)
     os.utime(model, ns=(before, before))
     assert run("--runs", copied, "--name", "eval-whole", "--resume") == 2, "it is no run"
 
