@@ -424,10 +424,11 @@ def main(
             config = resolve(method.config, complete("train", given), presets=method.presets)
             if config.resample and method.play_step:
                 raise UserError(f"--resample has no use: {method.name} plays its steps by itself")
+            run = build(method, config, training=True, **additions)
             terminated = []
             former = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
             try:
-                code = train(build(method, config, training=True, **additions), terminated)
+                code = train(run, terminated)
             finally:
                 signal.signal(signal.SIGTERM, former)
     # FloatingPointError: the sampler met logits that are no numbers.

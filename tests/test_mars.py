@@ -180,6 +180,19 @@ def test_sigterm_saves_at_the_end_of_the_step_and_asks_to_be_started_again(
         assert same_weights(folder / "checkpoint", trained / "whole" / "checkpoint")
 
 
+def test_sigterm_kills_while_a_run_is_built(monkeypatch):
+    """That may take minutes, and there is nothing to save."""
+    handlers = []
+
+    def build(*given, **options):
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        raise train.UserError("enough")
+
+    monkeypatch.setattr(train, "build", build)
+    assert run() == 2
+    assert handlers == [signal.SIG_DFL]
+
+
 def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
     """torchrun with 2 processes: the same rollouts; loss and gradient equal to rounding."""
     options = ["--model", base, "--runs", tmp_path, "--name", "ranks", "--steps", 1, *SMALL]
