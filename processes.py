@@ -43,7 +43,9 @@ def next_number(name: str) -> int:
 
 def deliver(parts: list[list]) -> list:
     """Sends the items of parts[r] to each rank r; returns those for this rank."""
-    arrivals = []
+    rank = dist.get_rank()
+    # Its own part stays here: it is the largest, and PyTorch pads all parts to the same size.
+    arrivals, parts = list(parts[rank]), [*parts[:rank], [], *parts[rank + 1 :]]
     for source in range(len(parts)):
         box = [None]
         dist.scatter_object_list(box, parts, source)

@@ -76,9 +76,10 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
         metrics["resampled"] = run.resampled - resampled_before
         graded = first_groups(graded, config.questions)
     terms = run.method.credit(config, graded, step)
-    if run.device.type == "cuda":  # where the KV pool and the update do not fit together
-        for sampler in run.driver.samplers:
-            sampler.lend_pool()
+    # On a GPU the KV pool and the update do not fit together. On every device the pages of a frozen
+    # role are forgotten as well: a resumed run begins without any.
+    for sampler in run.driver.samplers:
+        sampler.lend_pool()
     metrics |= update(run, terms, step)
     run.optimizer.zero_grad(set_to_none=True)  # makes room for the pools of the next rollouts
     start_sync = time.perf_counter()
@@ -417,14 +418,15 @@ def main(
         if not training:
             evaluation.main(method, arguments, complete, **additions)
         else:
-            options = complete("train", parse(parser(method.config, description), arguments))
-            config = resolve(method.config, take_options(options), presets=method.presets)
+            options = take_options(parse(parser(method.config, description), arguments))
+            config = resolve(method.config, complete("train", options), presets=method.presets)
             if config.resample and method.play_step:
                 raise UserError(f"--resample has no use: {method.name} plays its steps by itself")
+            run = build(method, config, training=True, **additions)
             sigterms = []
             former_handler = signal.signal(signal.SIGTERM, lambda *_: sigterms.append(True))
             try:
-                code = train(build(method, config, training=True, **additions), sigterms)
+                code = train(run, sigterms)
             finally:
                 signal.signal(signal.SIGTERM, former_handler)
     # FloatingPointError: the sampler's logits are NaN.

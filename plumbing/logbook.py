@@ -57,7 +57,7 @@ def open_folder(run: Run) -> int:
     on_first_rank(fill)
     if run.config.resample:  # the steps before have taken so many questions more from the stream
         lines = read_lines(run.folder / "metrics.jsonl")
-        run.resampled = sum(line["resampled"] for line in lines)
+        run.resampled = sum(line["resampled"] for line in lines if line["step"] < first)
     if run.config.needs_start():  # after the options, without which no run could go on
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     return first

@@ -262,7 +262,7 @@ def reclaim(config: Config, method: str) -> IO:
     if changed:
         raise UserError(
             f"the run at {folder} was started with other settings: {', '.join(changed)}; "
-            "leave these options out"
+            "leave these options out, or choose another --name"
         )
     owner = folders.read_json(folder / "method.json")["name"]
     if owner != method:

@@ -366,7 +366,7 @@ def complete(tools: list[Tool], command: str, given: dict) -> dict:
         given = {"balance": "uniform"} | given
     if command == "train":
         run = Path(given.get("runs", Config.runs)) / given.get("name", "")
-        exists = given.get("resume") and (run / "config.json").exists()
+        exists = given.get("resume")  # plumbing.start.take_options has looked for it
     else:
         models.find_checkpoint(METHOD.name, given["checkpoint"])  # refuses a mistyped name
         exists = run = models.run_of(Path(given["checkpoint"]))

@@ -326,6 +326,12 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     assert len(done) == len(set(done)) == expected
 
 
+def test_a_run_that_cannot_go_on_is_refused_before_a_warm_start_of_minutes(monkeypatch, capsys):
+    monkeypatch.setattr(almanac, "warm_model", lambda config, tools: pytest.fail("it began"))
+    assert almanac.main(["--resume"]) == 2
+    assert "--resume needs the --name" in capsys.readouterr().err
+
+
 @needs_pages
 def test_a_replay_is_the_attempt_with_one_note_silenced():
     config, chat, tools = playing(packing=False)

@@ -180,6 +180,19 @@ def test_sigterm_saves_at_the_end_of_the_step_and_asks_to_be_started_again(
         assert same_weights(folder / "checkpoint", trained / "whole" / "checkpoint")
 
 
+def test_sigterm_kills_while_a_run_is_built(monkeypatch):
+    """That may take minutes, and there is nothing to save."""
+    handlers = []
+
+    def build(*given, **options):
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        raise train.UserError("enough")
+
+    monkeypatch.setattr(train, "build", build)
+    assert run() == 2
+    assert handlers == [signal.SIG_DFL]
+
+
 def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
     """torchrun with 2 processes: the same rollouts; loss and gradient equal to rounding."""
     options = ["--model", base, "--runs", tmp_path, "--name", "ranks", "--steps", 1, *SMALL]
@@ -223,6 +236,9 @@ def test_a_resumed_run_asks_on_where_its_stream_was(base, tmp_path):
     assert run(*options, "--resume", grade=half) == 0
     assert metrics(folder) == metrics(tmp_path / "whole")
     assert same_weights(folder / "checkpoint", tmp_path / "whole/checkpoint")
+    folders.append_lines(folder / "metrics.jsonl", [{"step": 3}])  # of a step whose tools failed
+    gc.collect()
+    assert run(*options, "--resume", grade=half) == 2, "no traceback"
 
 
 def too_large(*given, **options):
@@ -447,6 +463,10 @@ def test_an_evaluation_goes_on_where_it_was_ended(copied, monkeypatch, capsys, t
     before = model.stat().st_mtime_ns
     os.utime(model)
     refused("other weights")
+    state = copied / "whole/state/step_000004"
+    state.rename(state.with_name("step_000005"))  # as if the run had trained on meanwhile
+    refused("choose another --name")
+    state.with_name("step_000005").rename(state)
     os.utime(model, ns=(before, before))
     assert run("--runs", copied, "--name", "eval-whole", "--resume") == 2, "it is no run"
 

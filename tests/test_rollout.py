@@ -19,6 +19,7 @@ from helpers.samples import text_of
 from helpers.script import Script
 
 import mars
+import processes
 import rollout
 from config import UserError
 from driver import Driver
@@ -330,6 +331,9 @@ def play_on_ranks(broken: bool) -> None:
         got = outcomes(play_shared(run, shares, 6, run.tools, step=step))
         assert rank or script.asked, "the rank without questions has played some attempts"
         assert got == outcomes(play_batch(run, shares[rank], 6, run.tools, step=step))
+    parts = [[rank], [rank], [rank]]
+    parts[rank] = [print, lambda: "what stays is not pickled"]
+    assert processes.deliver(parts)[2:] == [other for other in range(3) if other != rank]
 
 
 @pytest.mark.parametrize("broken, code", [(False, 0), (True, 1)])
