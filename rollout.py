@@ -7,11 +7,9 @@ and a new multi-agent method is a new `async def`. driver.py runs hundreds of th
 Tests: pytest tests/test_rollout.py
 """
 
-import asyncio
 import contextlib
 import functools
 import hashlib
-import itertools
 import math
 import sys
 import time
@@ -22,7 +20,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-import processes
 from config import Config, UserError
 from driver import AnySampler, Driver
 from sampler import Completion, Conversation, Lost
@@ -316,35 +313,3 @@ def play_batch(
                 print("rollouts:", line.format_map(env.counts), file=sys.stderr, flush=True)
 
         return run.driver.run(episodes, show)
-
-
-UNIT = 4  # attempts at a question that a rank takes together
-BATCHES = itertools.count()  # numbers a batch; all ranks play the same ones in the same order
-
-
-def play_shared(
-    run, shares: list[list[tuple[int, Question]]], attempts: int, tools: list[Tool], **options
-) -> list[Trajectory]:
-    """play_batch of shares[rank] on all ranks together; a rank that is done helps the others.
-
-    An attempt's draws do not depend on its rank. Each rank returns its own questions' trajectories.
-    """
-    name = next(BATCHES)
-    by_owner: list[list[Trajectory]] = [[] for _ in shares]  # rank of the question -> trajectories
-
-    async def work(env: Env) -> None:
-        for owner in [*range(run.rank, run.ranks), *range(run.rank)]:  # its own questions first
-            firsts = range(0, attempts, UNIT)
-            units = [(*pair, first) for pair in shares[owner] for first in firsts]
-            while (number := processes.next_number(f"{name} {owner}")) < len(units):
-                index, question, first = units[number]
-                keys = [(question, index, n) for n in range(attempts)[first : first + UNIT]]
-                by_owner[owner] += await asyncio.gather(*(env.play(run.method, *k) for k in keys))
-
-    # An open attempt cannot move to another rank. So a rank opens a quarter of an equal share at
-    # once, or more if its pool has room for contexts of half the greatest length.
-    share = sum(map(len, shares)) * attempts // run.ranks
-    pool = run.sampler.pages.count * run.sampler.pages.size  # in tokens
-    workers = max(share // 4, 2 * pool // run.config.longest(), UNIT) // UNIT
-    play_batch(run, [], 0, tools, lambda env: [work(env) for _ in range(workers)], **options)
-    return sorted(processes.deliver(by_owner), key=lambda one: (one.question_index, one.attempt))

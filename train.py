@@ -40,9 +40,10 @@ from plumbing.metrics import (
     rollout_sums,
     update_metrics,
 )
+from plumbing.sharing import play_shared
 from plumbing.start import Run, build, take_options
 from processes import sum_over_ranks
-from rollout import Method, Sample, Trajectory, play_batch, play_shared
+from rollout import Method, Sample, Trajectory, play_batch
 from tasks.questions import Question
 from tools import web
 

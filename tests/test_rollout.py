@@ -24,7 +24,8 @@ import rollout
 from config import UserError
 from driver import Driver
 from plumbing.logbook import record, unpacked
-from rollout import play_batch, play_shared
+from plumbing.sharing import play_shared
+from rollout import play_batch
 from tasks.grading import grader
 from tasks.questions import Question
 from tools import Document, Tool, ToolError
