@@ -419,8 +419,11 @@ def main(
         if not training:
             evaluation.main(method, arguments, complete, **additions)
         else:
-            options = take_options(parse(parser(method.config, description), arguments))
-            config = resolve(method.config, complete("train", options), presets=method.presets)
+            given = parse(parser(method.config, description), arguments)
+            options = complete("train", take_options(given))
+            config = resolve(method.config, options, presets=method.presets)
+            if given.get("resume"):  # a method that cannot go on refuses it at the first start
+                dataclasses.replace(config, resume=True).check(training=True)
             if config.resample and method.play_step:
                 raise UserError(f"--resample has no use: {method.name} plays its steps by itself")
             run = build(method, config, training=True, **additions)
