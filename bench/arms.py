@@ -198,7 +198,8 @@ def start_of(arm: str) -> str:
 
 def run_missing(options: argparse.Namespace) -> None:
     """Carries out each run and evaluation that is missing, seed by seed, first the sampled ones."""
-    for decoding, seed, arm in itertools.product(DECODING, options.seeds, options.arms):
+    decodings = options.decodings
+    for decoding, seed, arm in itertools.product(decodings, options.seeds, options.arms):
         for model in (arm, start_of(arm)):
             path = options.records / f"{model}-{seed}-{decoding}.json"
             if not path.exists():
@@ -361,6 +362,7 @@ def main() -> None:
             own.add_argument("--eval_questions", default="240", help="of the evaluations")
             own.add_argument("--records", type=Path, default=RESULTS / "almanac" / "records")
     options, options.more = parser.parse_known_args()
+    options.decodings = DECODING
     command = " ".join(["python -m bench.arms", *sys.argv[1:]])
     (almanac_arms if options.method == "almanac" else toy_arms)(options, command)
 

@@ -1,7 +1,7 @@
 """Which rule of credit rewards the notes that helped? Replayed answers show the worth of notes.
 
-    python -m bench.fidelity runs/almanac                 the last weights of a run
-    python -m bench.fidelity FOLDER --page_fields 2       a warm-started model; options of `eval`
+    python -m bench.fidelity runs/almanac --name end               a run's last weights
+    python -m bench.fidelity runs/almanac --name start --start     the weights that it began with
 
 Each of `--questions` held-out questions of the almanac is attempted `--group` times. Then System 2
 answers each attempt `--draws` times with all its notes, and `--draws` times for each note with that
@@ -29,7 +29,7 @@ import mars
 import trainer
 from bench.common import RESULTS, save, table
 from config import UserError, fail
-from plumbing import evaluation
+from plumbing import evaluation, folders
 from plumbing.start import Run, build
 from recipes import almanac
 from rollout import Context, Env, Sample, Trajectory, play_batch
@@ -62,6 +62,15 @@ def open_run(checkpoint: str, options: dict, frozen: Path | None = None) -> Run:
     config = evaluation.settings(almanac.METHOD, options, asking=False)
     additions = {"more_tools": tools, "questions": almanac.questions}
     return build(almanac.METHOD, config, training=False, frozen=frozen, **additions)
+
+
+def weights_of(run: Path, start: bool) -> tuple[str, dict]:
+    """The checkpoint of a run's first weights if `start`, else of its last, and its settings."""
+    saved = folders.read_json(run / "config.json")
+    options = {name: saved[name] for name in ("page_fields", "sys1_prompt", "bf16")}
+    if not start:
+        return str(run), options
+    return saved["model"], options | {"preset": saved["preset"], "seed": saved["seed"]}
 
 
 def replay_of(env: Env, trajectory: Trajectory) -> Replay | None:
@@ -181,17 +190,17 @@ def measure(run: Run, questions: int, group: int, draws: int) -> list[dict]:
 def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("checkpoint")
-    parser.add_argument("--name", default="start", help="of the results' file")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--start", action="store_true", help="the weights that the run began with")
+    parser.add_argument("--name", required=True, help="of the results' file")
     parser.add_argument("--questions", type=int, default=12)
     parser.add_argument("--group", type=int, default=8, help="attempts at a question")
     parser.add_argument("--draws", type=int, default=8, help="answers to each context; even")
-    parser.add_argument("--page_fields", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     try:
-        settings = {"page_fields": options.page_fields, "eval_questions": options.questions}
-        run = open_run(options.checkpoint, settings)
+        checkpoint, settings = weights_of(options.run, options.start)
+        run = open_run(checkpoint, settings | {"eval_questions": options.questions})
         torch.set_num_threads(options.threads)
         rows = measure(run, options.questions, options.group, options.draws)
     except UserError as error:

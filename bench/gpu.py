@@ -1,11 +1,14 @@
 """The measurements that need a GPU.
 
     python -m bench.gpu --part 1 --out FOLDER       open questions with predictions; also part 2
+    python -m bench.gpu --part almanac --seconds 300 --out FOLDER      three experiments at once
     python -m bench.gpu --step decode requests      whole steps (about ten minutes for all)
 
 Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. A part measures the
 rows of EXPECTED. Each of its steps is a process of its own with a time limit, and the next step may
 use the time that is left. FOLDER/part_N.json has every row, also those that failed or were cut.
+The part `almanac` trains 14 runs of recipes/almanac.py side by side. Its runs and records lie in
+FOLDER, so the same command goes on where the time was up.
 
 The tests that need a GPU are another command:
 `python -m pytest -m gpu tests/test_kernels_*.py tests/test_policy.py tests/test_sampler.py`.
@@ -16,6 +19,7 @@ have never been tried. Tests: pytest tests/test_bench_gpu.py
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +33,7 @@ import torch.distributed as dist
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are defined
 
-from bench import common, kernels, sampler, train_step  # noqa: E402
+from bench import common, kernels, pages, sampler, train_step  # noqa: E402
 from plumbing.folders import read_json  # noqa: E402
 from sampler import Sampler  # noqa: E402
 
@@ -112,9 +116,9 @@ EXPECTED = [  # step, row, and what arithmetic or an earlier measurement says
     ("training_step", "packed", "1.3 s"),
     ("training_step", "packed, activations kept", "1.0 s"),
     ("requests", "as it was", "16,000 tokens/s, as before"),
+    ("requests", "both", "18,200 tokens/s"),
     ("requests", "pieces", "17,200 tokens/s"),
     ("requests", "no empty launch", "17,000 tokens/s"),
-    ("requests", "both", "18,200 tokens/s"),
     ("lend", "pool of 45 GiB", "1.5 to 3 s; it fits"),
     ("decode", "Qwen3-8B, 3, 24576", "9.5 to 10.5 ms"),
     ("decode", "Qwen3-8B, 12, 24576", "22 to 24 ms"),
@@ -163,15 +167,93 @@ def run_part(part: str, out: Path, program: tuple[str, ...] = ("-m", "bench.gpu"
     print(common.table(rows), flush=True)
 
 
+# --- the almanac ----------------------------------------------------------------------------------
+
+
+STEPS_OF_A_RUN = "12"  # of the recipe's 16, so that all fit into the time
+
+
+def almanac_jobs(out: Path) -> list[tuple[list[str], list[Path]]]:
+    """The three experiments: arguments of Python, and the files that must exist before it starts.
+
+    The swap matrix and the credit's fidelity use runs on the shortest pages.
+    """
+    runs, records = out / "runs", out / "records"
+    short = min(fields for fields in pages.LENGTHS if fields)
+
+    def train(fields: int, arm: str, seed: int) -> tuple[list[str], list[Path]]:
+        folders = ["--runs", str(runs), "--records", str(records)]
+        choice = ["--lengths", str(fields), "--arms", arm, "--seeds", str(seed)]
+        length = ["--steps", STEPS_OF_A_RUN, "--eval_every", STEPS_OF_A_RUN]
+        more = ["--recompute_activations", *length]
+        return ["-m", "bench.pages", *choice, *folders, *more], []
+
+    def swap(rule: str, seeds: tuple) -> tuple[list[str], list[Path]]:
+        names = [f"fields-{short}/{rule}-{seed}" for seed in seeds]
+        folders = [*(str(runs / name) for name in names), "--records", str(out / "swap")]
+        answered = [records / f"{name}-sampled.json" for name in names]
+        return ["-m", "bench.swap", *folders, "--name", rule], answered
+
+    def fidelity(name: str, needed: Path, *options: str) -> tuple[list[str], list[Path]]:
+        run = runs / f"fields-{short}/mars-0"
+        return ["-m", "bench.fidelity", str(run), "--name", name, *options], [needed]
+
+    jobs = [train(short, arm, seed) for seed in (0, 1) for arm in ("candid", "mars")]
+    jobs.append(fidelity("start", runs / f"fields-{short}/mars-0/config.json", "--start"))
+    jobs.append(fidelity("end", records / f"fields-{short}/mars-0-sampled.json"))
+    # Both orders share the pairs' records, so two processes play them.
+    jobs += [swap(rule, seeds) for rule in ("candid", "mars") for seeds in ((0, 1), (1, 0))]
+    jobs += [train(short, arm, 0) for arm in ("one-agent", "passages")]
+    jobs += [train(fields, arm, 0) for fields in (2, 6) for arm in pages.ARMS]
+    return jobs
+
+
+def run_almanac(out: Path, seconds: float, jobs: list | None = None) -> None:
+    """Carries out the jobs side by side, each as soon as its files exist. After `seconds` it ends.
+
+    Each job's output is FOLDER/job_N.log.
+    """
+    waiting = dict(enumerate(almanac_jobs(out) if jobs is None else jobs))
+    running = {}
+    out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + seconds
+    while (waiting or running) and time.monotonic() < end:
+        for number, (arguments, needed) in list(waiting.items()):
+            if all(path.exists() for path in needed):
+                with open(out / f"job_{number}.log", "w") as log:
+                    command = [sys.executable, *arguments]
+                    process = subprocess.Popen(
+                        command, cwd=common.ROOT, stdout=log, stderr=log, start_new_session=True
+                    )
+                running[number] = process, arguments
+                del waiting[number]
+        for number, (process, arguments) in list(running.items()):
+            if process.poll() is not None:
+                print(f"exit {process.returncode}: job {number}, {' '.join(arguments)}", flush=True)
+                del running[number]
+        if not running:
+            break  # what the waiting jobs need will never exist
+        time.sleep(0.5)
+    for number, (process, arguments) in running.items():
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        print(f"cut: job {number}, {' '.join(arguments)}", flush=True)
+    for number, (arguments, _) in waiting.items():
+        print(f"not begun: job {number}, {' '.join(arguments)}", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--step", nargs="+", choices=STEPS)
-    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--part", choices=[*PARTS, "almanac"])
+    parser.add_argument("--seconds", type=float, default=840, help="of the part almanac")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the rows")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "bench.gpu measures a GPU, and PyTorch sees no CUDA device here\n")
-    if options.part and not options.step:
+    if options.part == "almanac":
+        run_almanac(options.out, options.seconds)
+    elif options.part and not options.step:
         run_part(options.part, options.out)
     else:
         for name in options.step or STEPS:

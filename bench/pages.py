@@ -35,6 +35,7 @@ def at_length(options: argparse.Namespace, fields: int) -> argparse.Namespace:
     own = copy.copy(options)
     own.runs = options.runs / f"fields-{fields}"
     own.records = options.records / f"fields-{fields}"
+    own.decodings = ("sampled",)
     own.more = ["--page_fields", str(fields), "--sys1_prompt", "1000", *options.more]
     return own
 

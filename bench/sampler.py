@@ -251,9 +251,9 @@ def requests(bench: common.Bench) -> None:
     empty_launch = [mock.patch("sampler.engine.plan_kv_ranges", with_empty_ranges)]
     forms = {
         "as it was": long_pieces + empty_launch,
+        "both": [],
         "pieces": empty_launch,
         "no empty launch": long_pieces,
-        "both": [],
     }
 
     def run(patches) -> dict:

@@ -1,6 +1,6 @@
 """Does training make a better reader, or a pair that fits? Runs swap their System 1.
 
-    python -m bench.swap runs/mars-0 runs/mars-1           runs of the almanac, each its own seed
+    python -m bench.swap runs/mars-0 runs/mars-1 --name mars      runs of the almanac, two seeds
 
 System 2 is a run's warm start or its last weights. With each System 1 it answers the same held-out
 questions, sampled. System 1 is one of the same two, or the last weights of another run. If trained
@@ -9,7 +9,7 @@ readers. If they help only their own System 2, the pair has co-evolved.
 
 A pair's answers are kept in --records, so the same command goes on where it was stopped. Columns
 compare a pair, question by question, with the same System 2 and its own System 1 (McNemar's exact
-test). Results: bench/results/almanac/swap.json. Tests: pytest tests/test_almanac.py
+test). Results: bench/results/almanac/swap-NAME.json. Tests: pytest tests/test_almanac.py
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.arms import compare
 from bench.common import RESULTS, save, table
-from bench.fidelity import open_run
+from bench.fidelity import open_run, weights_of
 from config import UserError, fail
 from plumbing import folders
 from plumbing.metrics import with_interval
@@ -28,16 +28,13 @@ from rollout import play_batch
 PAPERS_RULE = {"credit": "mars"}  # other rules refuse a frozen reader, and nothing is trained here
 
 
-def answers(run: Path, system2: str, system1: Path | None, questions: int) -> dict:
-    """Which questions a pair has right. system2: a model or a run. system1: None for the same."""
-    saved = folders.read_json(run / "config.json")
-    options = {name: saved[name] for name in ("page_fields", "sys1_prompt", "bf16")}
-    if system2 != str(run):  # A model's folder has no settings.
-        options |= {"preset": saved["preset"], "seed": saved["seed"]}
+def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dict:
+    """Which questions a pair has right. start: System 2 is the run's start. system1: None, same."""
+    checkpoint, options = weights_of(run, start)
     options |= {"eval_questions": questions} | PAPERS_RULE
     if system1:
         options["system1"] = "frozen"
-    pair = open_run(system2, options, system1)
+    pair = open_run(checkpoint, options, system1)
     batch = list(enumerate(pair.eval_questions))
     trajectories = play_batch(pair, batch, 1, pair.eval_tools, step="eval")
     return {"right": "".join(str(int(t.reward == 1)) for t in trajectories)}
@@ -67,9 +64,7 @@ def measure(options: argparse.Namespace) -> list[dict]:
     for run, system2, system1, model in pairs(options.run):
         path = options.records / f"{run.name}, {system2}, {system1}.json"
         if not path.exists():
-            start = folders.read_json(run / "config.json")["model"]
-            checkpoint = start if system2 == "start" else str(run)
-            record = answers(run, checkpoint, model, options.questions)
+            record = answers(run, system2 == "start", model, options.questions)
             options.records.mkdir(parents=True, exist_ok=True)
             folders.write_json(path, record)
         records[run.name, system2, system1] = folders.read_json(path)
@@ -88,6 +83,7 @@ def main(arguments: list[str]) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=Path, nargs="+")
+    parser.add_argument("--name", required=True, help="of the results' file")
     parser.add_argument("--questions", type=int, default=240)
     parser.add_argument("--records", type=Path, default=Path("runs/swap"))
     options = parser.parse_args(arguments)
@@ -97,7 +93,7 @@ def main(arguments: list[str]) -> int:
         return fail(str(error))
     print(table(rows))
     command = f"python -m bench.swap {' '.join(arguments)}"
-    print(save("swap", command, rows, RESULTS / "almanac"))
+    print(save(f"swap-{options.name}", command, rows, RESULTS / "almanac"))
     return 0
 
 
