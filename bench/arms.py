@@ -96,9 +96,9 @@ ARMS = {
         "mars": [],
         "frozen": ["--system1", "frozen"],
         "candid": ["--credit", "candid"],
-        # A page's 12 sections share half of the context: 42 tokens for each, or 512 (all of it).
+        # A page's 12 sections share half of the context: 42 tokens for each, or 341 (all of it).
         "none": ["--system1", "none"],
-        "one-agent": ["--system1", "none", "--sys2_context", "12288"],
+        "one-agent": ["--system1", "none", "--sys2_context", "8192"],
         "passages": ["--preset", "almanac-passages"],
         "balanced": ["--balance", "uniform"],  # the paper's rule: as many notes as attempts
         "inherited": ["--shared_group"],

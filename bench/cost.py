@@ -31,12 +31,14 @@ SCALE = 64  # a simulated token stands for so many, a page's tokens on CUDA
 
 # One H100: a copy's bytes a second, a large product's FLOP/s (measured, docs/findings.md).
 COPY, PRODUCT = 2.97e12, 775e12
-READ = 0.93 * COPY  # decode attention (measured)
-STEP_SECONDS = 1.5e-3  # launches and draws: 64 rows of 4k then take 21.0 ms (measured: 21.5)
+# A decode step reads at the rate of a copy, and 1.5 ms go to launches and draws: the line through
+# two steps that an H200 took (3 and 12 rows of 24k tokens: 7.6 and 15.2 ms).
+READ, STEP_SECONDS = COPY, 1.5e-3
 PREFILL, LINEAR = 0.84 * PRODUCT, 0.88 * PRODUCT  # a layer's products in rollouts, in training
 LOSS = 0.79 * PRODUCT  # with gradients (measured)
-# FlashAttention 2, published: one long sequence forward; packed ones forward and backward.
-ATTENTION, PACKED, BACKWARD = 370e12, 350e12, 270e12
+# One long sequence forward: flash-attn 4, by a measured prefill of 24k tokens (PyTorch: 314e12).
+# Packed sequences forward and backward: FlashAttention 2, published.
+ATTENTION, PACKED, BACKWARD = 580e12, 350e12, 270e12
 # Bytes of a token in a layer, counted on fake tensors: operations one by one, and compiled.
 ELEMENTWISE = {"eager": 3312e3, "compiled": 900e3}
 

@@ -5,7 +5,7 @@
     python -m bench.pages --table                     only tabulates what there is
 
 Every arm is trained and evaluated anew at each length (--page_fields of the recipe). A single agent
-gives a page at most half of its context, 6,144 tokens, so it must cut longer pages; BM25's passages
+gives a page at most half of its context, 4,096 tokens, so it must cut longer pages; BM25's passages
 and readers see all of them. The runs are those of bench.arms: a stopped command goes on where it
 was. Results: bench/results/almanac/pages.json and pages.png. Tests: pytest tests/test_almanac.py
 """
