@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from bench import common, gpu, kernels, sampler
+from bench import common, fidelity, gpu, kernels, pages, sampler, swap
 
 GPU_TESTS = "kernels_loss kernels_decode policy sampler".split()
 
@@ -87,3 +87,44 @@ def test_decode_attention_as_it_was_gives_the_same_numbers():
     assert len(ranges) == 2 * (3 // 2) + 3 and not ranges[:2].any()
     ours = kernels.mars_attention(q, k_pages, v_pages, table, lengths, ranges)
     torch.testing.assert_close(ours, kernels.gather_all(*given))
+
+
+def test_the_jobs_of_the_almanac_wait_for_files_that_other_jobs_write(tmp_path, monkeypatch):
+    written = set()
+
+    def run_missing(options):
+        [arm], [seed] = options.arms, options.seeds
+        assert (options.decodings, options.more[-1]) == (("sampled",), gpu.STEPS_OF_A_RUN)
+        written.add(options.records / f"{arm}-{seed}-sampled.json")
+        written.add(options.runs / f"{arm}-{seed}" / "config.json")
+
+    monkeypatch.setattr(pages.arms, "run_missing", run_missing)
+    monkeypatch.setattr(swap, "measure", lambda options: opened.update(options.run) or [])
+    monkeypatch.setattr(fidelity, "weights_of", lambda run, start: opened.add(run) or ("", {}))
+    monkeypatch.setattr(fidelity, "open_run", lambda checkpoint, options: None)
+    monkeypatch.setattr(fidelity, "measure", lambda run, questions, group, draws: [])
+    for module in (pages, swap, fidelity):
+        monkeypatch.setattr(module, "save", lambda *given: None)
+    opened = set()
+    for (_, module, *arguments), needed in gpu.almanac_jobs(tmp_path):
+        if module == "bench.pages":
+            monkeypatch.setattr(sys, "argv", [module, *arguments])
+            with pytest.raises(SystemExit, match="there is no record"):
+                pages.main()
+        else:
+            assert {"bench.swap": swap, "bench.fidelity": fidelity}[module].main(arguments) == 0
+            assert needed and written.issuperset(needed)
+    assert len(written) == 2 * 14
+    assert written.issuperset(run / "config.json" for run in opened)
+
+
+def test_jobs_start_when_their_files_exist_and_are_cut_when_the_time_is_up(tmp_path, capfd):
+    def write(name: str) -> list[str]:
+        return ["-c", f"open({str(tmp_path / name)!r}, 'w')"]
+
+    jobs = [(["-c", "import time; time.sleep(60)"], []), (write("b"), [tmp_path / "a"])]
+    jobs += [(write("a"), []), (["-c", ""], [tmp_path / "never"])]
+    gpu.run_almanac(tmp_path, 6, jobs)
+    outcomes = {line.partition(",")[0] for line in capfd.readouterr().out.splitlines()}
+    assert outcomes == {"exit 0: job 1", "exit 0: job 2", "cut: job 0", "not begun: job 3"}
+    assert (tmp_path / "b").exists()
