@@ -132,11 +132,9 @@ def newest_model(folder: Path) -> Path | None:
 
 
 def link_checkpoint(folder: Path) -> None:
-    """Makes checkpoint/ a link to the newest state's model, unless it is one already."""
-    model = newest_model(folder)
-    link = folder / "checkpoint"
-    if model and link.resolve() != model.resolve():
-        point(link, model)
+    """Makes checkpoint/ a link to the newest state's model."""
+    if model := newest_model(folder):
+        point(folder / "checkpoint", model)
 
 
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:
