@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from sampler import Completion, Conversation, Request, Sampler, vllm
+from sampler import Completion, Conversation, Lost, Request, Sampler, vllm
 from tools import ToolError
 
 AnySampler = Sampler | vllm.Remote
@@ -158,7 +158,7 @@ class Driver:
         for sampler in busy:
             for request in sampler.step():
                 _, future = self.waiting.pop(id(request))
-                error = sampler.failure(request.error) if request.error else None
+                error = Lost(request.error) if request.error else None
                 wake(future, request.completion, error)
         if busy and self.deterministic:
             return  # tools wait until nothing is left to decode
