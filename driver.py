@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from sampler import Completion, Conversation, Request, Sampler, vllm
+from sampler import Completion, Conversation, Lost, Request, Sampler, vllm
 from tools import ToolError
 
 AnySampler = Sampler | vllm.Remote
@@ -124,7 +124,6 @@ class Driver:
         """The result of a blocking function of the outside world; ToolError after `seconds`."""
         future = asyncio.get_running_loop().create_future()
         self.queued.append(ToolCall(function, seconds, future))
-        self._start_calls()
         return await future
 
     def run(
@@ -154,11 +153,12 @@ class Driver:
 
     def _advance(self) -> None:
         """Every episode waits: decode one token for each open request, or wait for the tools."""
+        self._start_calls()
         busy = [sampler for sampler in self.samplers if sampler.busy]
         for sampler in busy:
             for request in sampler.step():
                 _, future = self.waiting.pop(id(request))
-                error = sampler.failure(request.error) if request.error else None
+                error = Lost(request.error) if request.error else None
                 wake(future, request.completion, error)
         if busy and self.deterministic:
             return  # tools wait until nothing is left to decode
@@ -175,7 +175,6 @@ class Driver:
             if call.over():
                 wake(call.future, *call.outcome)
         self.running = [call for call in self.running if not call.future.done()]
-        self._start_calls()
 
     def _start_calls(self) -> None:
         """Starts queued calls. Calls that were abandoned at their deadline do not count."""
@@ -194,5 +193,3 @@ class Driver:
             return
         self.finished.wait(0.1)
         self.finished.clear()
-        # Queued calls can start while finished ones wait for their delivery.
-        self._start_calls()

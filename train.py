@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 import grpo
@@ -235,10 +234,8 @@ def prepare(
     samples, weights = trainer.even_out(samples, weights, pack=pack)
     batches = trainer.micro_batches(samples, weights, config.micro_tokens, run.device, pack=pack)
     # `backward` is collective: every rank needs the same number of micro-batches, at least one.
-    number = torch.tensor(max(1, len(batches)), device=run.device)
-    if run.ranks > 1:
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-    while len(batches) < number:
+    numbers = sum_over_ranks({run.rank: len(batches)}).values()
+    while len(batches) < max(1, *numbers):
         batches.append(trainer.make_micro_batch([], [], [], run.device))
     importance = config.correction()
     if importance != "off":

@@ -34,7 +34,7 @@ import torch
 
 import grpo
 from kernels import products
-from kernels.backend import check, jit, tl, triton, use_triton
+from kernels.backend import check, jit, tl, use_triton
 
 # Tokens per chunk on CUDA. Each chunk after the first reads and writes all of ∂L/∂W, which takes
 # 1.2 ms on an H200 beside 17 ms of products (2.5 GB at V = 152k, D = 4k; by arithmetic). A chunk of
@@ -222,19 +222,13 @@ def gradient_kernel(
         tl.store(dz_ptr + column, dz.to(dz_ptr.dtype.element_ty), mask=column < V)
 
 
-def fit_block(config, V):
-    """The kernel's configuration, with a block that is no longer than a row."""
-    return config | {"BLOCK": min(config["BLOCK"], triton.next_power_of_2(V))}
-
-
 def triton_stats(z, target, temperature):
     """(log-prob [C], entropy [C], lse [C]) of logits z [C, V]. Unlike `plain_stats` it keeps z."""
     C, V = z.shape
     logprob = torch.empty(C, dtype=torch.float32, device=z.device)
     entropy = torch.empty_like(logprob)
     lse = torch.empty_like(logprob)
-    config = fit_block(STATS_CONFIG, V)
-    stats_kernel[(C,)](z, target, logprob, entropy, lse, V, 1 / temperature, **config)
+    stats_kernel[(C,)](z, target, logprob, entropy, lse, V, 1 / temperature, **STATS_CONFIG)
     return logprob, entropy, lse
 
 
@@ -246,8 +240,8 @@ def triton_gradient(z, target, lse, c, temperature, dtype):
     """
     C, V = z.shape
     dz = z.view(dtype)[:, :V]
-    config = fit_block(GRADIENT_CONFIG, V)
-    gradient_kernel[(C,)](z, target, lse, c, dz, V, dz.stride(0), 1 / temperature, **config)
+    layout = V, dz.stride(0), 1 / temperature
+    gradient_kernel[(C,)](z, target, lse, c, dz, *layout, **GRADIENT_CONFIG)
     return dz
 
 

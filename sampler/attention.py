@@ -141,9 +141,7 @@ def take(pages: Tensor, numbers: Tensor | range) -> Tensor:
 
 def cascade(q, k_pages, v_pages, batch, scale):
     """Decode attention on a CPU, in the cache's type; q [B, Hq, Dh]."""
-    if "cascade" not in batch.cache:
-        batch.cache["cascade"] = plan_cascade(q, k_pages, batch)
-    plan = batch.cache["cascade"]
+    plan = batch.plan = batch.plan or plan_cascade(q, k_pages, batch)
     queries = q[: plan.rows].to(k_pages.dtype)
     for shared, numbers in plan.shared:
         rows = slice(shared.begin, shared.end)
@@ -249,9 +247,7 @@ def packed_plan(batch: Batch, page_size: int) -> tuple[Tensor, tuple[Tensor, Ten
 
 def packed_attention(q, k_pages, v_pages, batch, scale):
     """One variable-length launch over the rows' gathered keys and values."""
-    if "packed" not in batch.cache:
-        batch.cache["packed"] = packed_plan(batch, k_pages.shape[1])
-    slots, bounds = batch.cache["packed"]
+    slots, bounds = batch.plan = batch.plan or packed_plan(batch, k_pages.shape[1])
     keys = k_pages.flatten(0, 1)[slots]  # [keys, Hkv, Dh]
     values = v_pages.flatten(0, 1)[slots]
     return kernels.varlen_attention(q, keys, values, bounds, scale)

@@ -62,7 +62,6 @@ class Sampler:
     overlap, buckets: see the head of this file (default: on CUDA only).
     """
 
-    failure = RuntimeError  # the driver raises it for a request that ends with an error
     path = "own pages"  # the name of this sampler in a run's first line
 
     def __init__(

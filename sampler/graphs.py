@@ -83,7 +83,7 @@ class Graphs:
             own[:rows] = batch.kv_ranges[shared:]
         if not self.captured:
             static.host_lengths = batch.host_lengths + [0] * (size - rows)
-            static.cache = {}
+            static.plan = None
             return self.model.decode(static, self.pool)[:rows]
         graph, hidden = self.captured[key]
         graph.replay()

@@ -52,12 +52,12 @@ class Pages:
             block_table.append(page)
         return True
 
-    def fork(self, block_table: list[int], tokens: int) -> tuple[list[int], tuple | None]:
+    def fork(self, block_table: list[int], tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
         """A second block table for the first `tokens` tokens of `block_table`.
 
         Full pages are shared. A last page that is not full is copied to another, which must be
-        available. Returns the new table and that copy as (source, target) or None. The caller must
-        make the copy before the device writes to either page.
+        available. Returns the new table and the list of copies, each (source, target). The caller
+        must make them before the device writes to either page.
         """
         full, rest = divmod(tokens, self.size)
         table = block_table[:full]
@@ -65,9 +65,9 @@ class Pages:
             self.references[page] += 1
             self.kept.pop(page, None)
         if not rest:
-            return table, None
+            return table, []
         self.extend(table, tokens)
-        return table, (block_table[full], table[full])
+        return table, [(block_table[full], table[full])]
 
     def find(self, tokens: list[int]) -> list[int]:
         """The pages that hold the first full pages of `tokens`, as many as are known."""

@@ -6,7 +6,8 @@ Tests: pytest tests/test_sampler.py tests/test_attention.py
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ class Batch:
     starts: list[int] | None = None  # B + 1 numbers; None when decoding
     host_lengths: list[int] | None = None  # `lengths` on the host; None in a CUDA graph
     kv_ranges: Tensor | None = None  # int32 [R + B, 5], for kernels.paged_attention on CUDA
-    cache: dict = field(default_factory=dict)  # attention's plans, made once for all layers
+    plan: Any = None  # attention's, made once for all layers
 
     def to(self, device: torch.device) -> "Batch":
         arrays = [self.ids, self.positions, self.slots, self.block_table]

@@ -145,10 +145,9 @@ class Scheduler:
         if not conversation.block_table:
             bisect.insort(self.holders, conversation, key=prompt_of)
         if source is not None:
-            conversation.block_table, copy = self.pages.fork(source.block_table, shared)
+            conversation.block_table, copies = self.pages.fork(source.block_table, shared)
             conversation.num_cached_tokens = shared
             self.stats["shared_tokens"] += shared
-            copies += [copy] if copy else []
         self.pages.extend(conversation.block_table, len(conversation.tokens))
         self.rows.enter(request)
         queue = self.prefilling if lacks_tokens(conversation) else self.decoding

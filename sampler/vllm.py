@@ -158,7 +158,6 @@ class Remote:
     requests: set[Request] = field(default_factory=set)  # all open requests
     answers: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
 
-    failure = Lost  # the driver raises it for a request that ends with an error
     pages_in_use = 0  # The servers have the pages.
 
     def __post_init__(self):
@@ -249,20 +248,16 @@ class Remote:
                 loads = [threads.submit(self._update, server, True) for server in self.servers]
             pairs = zip(self.servers, loads)
             errors = {server.url: load.exception() for server, load in pairs if load.exception()}
-            for error in errors.values():
-                if isinstance(error, UserError):
-                    return str(error)
-            refused = any(isinstance(error, Refused) for error in errors.values())
-            if not refused and len(errors) < len(loads):
+            final = any(isinstance(error, (UserError, Refused)) for error in errors.values())
+            if not final and len(errors) < len(loads):
                 return None
-            if refused or time.monotonic() > end:
-                break
+            if final or time.monotonic() > end:
+                reasons = "; ".join(f"{url}: {reason(error)}" for url, error in errors.items())
+                return (
+                    f"the weights in {self.folder} were not loaded ({reasons}): repair the servers "
+                    "(docs/engines.md tells how to start them), then --resume"
+                )
             time.sleep(PAUSE)
-        reasons = "; ".join(f"{url}: {reason(error)}" for url, error in errors.items())
-        return (
-            f"the weights in {self.folder} were not loaded ({reasons}): repair the servers "
-            "(docs/engines.md tells how to start them), then --resume"
-        )
 
     def _update(self, server: Server, always: bool = False) -> str:
         """Loads the current weights if the server has others or `always`. Returns their version."""

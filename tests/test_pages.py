@@ -60,10 +60,9 @@ class Memory(RuleBasedStateMachine):
         new = self.new_context()
         if not self.pages.available:  # a copy would have no place
             tokens -= tokens % SIZE
-        self.tables[new], copy = self.pages.fork(self.tables[name], tokens)
+        self.tables[new], copies = self.pages.fork(self.tables[name], tokens)
         assert len(self.tables[new]) == math.ceil(tokens / SIZE)
-        if copy:
-            source, target = copy
+        for source, target in copies:
             self.memory[target] = list(self.memory[source])
         self.tokens[new] = self.tokens[name][:tokens]
         return new
@@ -74,8 +73,8 @@ class Memory(RuleBasedStateMachine):
         new = self.new_context()
         tokens = data.draw(st.sampled_from(self.past))
         found = self.pages.find(tokens)
-        self.tables[new], copy = self.pages.fork(found, len(found) * SIZE)
-        assert copy is None and len(found) <= len(tokens) // SIZE
+        self.tables[new], copies = self.pages.fork(found, len(found) * SIZE)
+        assert not copies and len(found) <= len(tokens) // SIZE
         self.tokens[new] = tokens[: len(found) * SIZE]
         return new
 

@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from atomic import on_disk, point, reason, write_folder
 from config import UserError
 from family import gather_full
-from processes import from_first_rank, on_first_rank
+from processes import from_first_rank, on_first_rank, sum_over_ranks
 from trainer.loading import load_model
 from trainer.lora import ADAPTER, adapters, merged_weights, write_adapters
 from trainer.policy import unwrap
@@ -110,12 +109,8 @@ def all_finite(policy: nn.Module, optimizer) -> bool:
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if torch.is_tensor(value)]
     local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
-    finite = all(bool(x.isfinite().all()) for x in local)
-    if dist.is_initialized():
-        lowest = torch.tensor(int(finite), device=local[0].device)
-        dist.all_reduce(lowest, dist.ReduceOp.MIN)
-        finite = bool(lowest)
-    return finite
+    damaged = any(not x.isfinite().all() for x in local)
+    return not sum_over_ranks({"damaged": damaged})["damaged"]
 
 
 def whole_states(folder: Path) -> list[tuple[int, Path]]:
@@ -137,11 +132,9 @@ def newest_model(folder: Path) -> Path | None:
 
 
 def link_checkpoint(folder: Path) -> None:
-    """Makes checkpoint/ a link to the newest state's model, unless it is one already."""
-    model = newest_model(folder)
-    link = folder / "checkpoint"
-    if model and link.resolve() != model.resolve():
-        point(link, model)
+    """Makes checkpoint/ a link to the newest state's model."""
+    if model := newest_model(folder):
+        point(folder / "checkpoint", model)
 
 
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:

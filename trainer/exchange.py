@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch import Tensor
 
+from processes import deliver
 from trainer.prefixes import shared_prefix
 
 SampleGroup = tuple[int, str]  # a question's samples of one role, by its index and the role
@@ -35,16 +36,12 @@ def even_out(samples: list, weights: list[Tensor], *, pack: bool) -> tuple[list,
     sizes = [None] * dist.get_world_size()
     dist.all_gather_object(sizes, own_sizes)
     rank = dist.get_rank()
-    arrivals = []
-    # The order is the same on all ranks, so that sends and receives match.
+    parts = [[] for _ in sizes]  # of this rank's pairs, by the rank that trains on them
     for group, source, target in plan_moves(sizes):
-        if rank == source:
-            dist.send_object_list([groups.pop(group)], target)
-        elif rank == target:
-            box = [None]
-            dist.recv_object_list(box, source)
-            arrivals.append(box[0])
-    result = [pair for pairs in [*groups.values(), *arrivals] for pair in pairs]
+        if source == rank:
+            parts[target] += groups.pop(group)
+    parts[rank] = [pair for pairs in groups.values() for pair in pairs]
+    result = deliver(parts)
     return [sample for sample, _ in result], [weight for _, weight in result]
 
 
