@@ -316,7 +316,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
 
     monkeypatch.setattr(arms, "call_python", call_python)
     options = SimpleNamespace(seeds=[5], arms=arms.ARMS["almanac"], eval_questions="9")
-    options.more = ["--bf16", "on"]
+    options.more, options.decodings = ["--bf16", "on"], arms.DECODING
     options.runs, options.records = tmp_path / "runs", tmp_path / "records"
     begun = options.runs / "own-5" / "config.json"
     begun.parent.mkdir(parents=True)
