@@ -155,6 +155,15 @@ def save(name: str, command: str, rows: list[dict], folder: Path = RESULTS, **mo
     return write_json(path, {"command": command, **provenance(), **more, "rows": rows})
 
 
+def publish(name: str, rows: list[dict], folder: Path = RESULTS) -> None:
+    """Prints the rows and writes FOLDER/NAME.json with the command. Exits if there are none."""
+    if not rows:
+        sys.exit("there is nothing to tabulate: no run is complete")
+    print(table(rows))
+    command = " ".join([f"python -m bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    print(save(name, re.sub(r" /\S+", " …", command), rows, folder))  # without a machine's paths
+
+
 def read_metrics(folder: Path) -> list[dict]:
     """A run's metrics: a dict for each step that is done."""
     path = folder / "metrics.jsonl"

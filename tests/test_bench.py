@@ -73,19 +73,18 @@ def test_arms_are_tabulated_and_only_missing_runs_are_started(tmp_path, monkeypa
     invent(tmp_path, "purpose_off-0", [0.1, 0.2, 0.4], 4)
     invent(tmp_path, "purpose_off-1", [0.1, 0.2, 0.2], 4)
     invent(tmp_path, "purpose_off-2", [0.1, 0.2], 2)  # killed
-    rows = arms.summarise_toy("mars", tmp_path)
-    assert [(row["arm"], list(row["seeds"])) for row in rows] == [
-        ("full", [0, 1]),
-        ("purpose_off", [0, 1]),
-    ]
-    text = arms.report(rows, "mars")
-    assert "80.0 (70.0 … 90.0)" in text and "30.0 (20.0 … 40.0)" in text
-
+    full, off = arms.summarise_toy("mars", tmp_path)
+    assert (full["arm"], full["seeds"], full["eval_greedy"]) == ("full", "0 1", "80.0 (90.0 70.0)")
+    assert (off["arm"], off["seeds"], off["eval_greedy"]) == (
+        "purpose_off",
+        "0 1",
+        "30.0 (40.0 20.0)",
+    )
     with pytest.raises(SystemExit, match="bad.log"):
         arms.call_python(Namespace(runs=tmp_path, cache=""), ["-c", "1/0"], "bad")
     started = []
     monkeypatch.setattr(arms, "call_python", lambda options, line, name: started.append(line))
-    monkeypatch.setattr(arms, "save", lambda *given: None)
+    monkeypatch.setattr(arms, "publish", lambda *given: None)
     line = f"arms mars --arms full purpose_off --seeds 0 2 --runs {tmp_path} --lr 1e-3"
     monkeypatch.setattr(sys, "argv", line.split())
     arms.main()
@@ -153,12 +152,13 @@ def test_toy_runs_are_tabulated_by_arithmetic_and_summarised(tmp_path, monkeypat
         row = {"arithmetic": arithmetic, "seed": seed, "CPU seconds": 300.0}
         row |= dict.fromkeys(toy.SCORES, score)
         (tmp_path / f"{arithmetic}-{seed}.json").write_text(json.dumps(row))
-    monkeypatch.setattr(toy, "save", lambda name, command, rows: len(rows))
-    monkeypatch.setattr(sys, "argv", ["toy", "--table", "--runs", str(tmp_path)])
+    monkeypatch.setattr(common, "save", lambda name, command, *given: f"{name}: {command}")
+    monkeypatch.setattr(sys, "argv", ["/a/toy.py", "--table", "--runs", str(tmp_path)])
     toy.main()
-    _, *rows, accuracy, greedy, seconds, count = capsys.readouterr().out.splitlines()
+    _, *rows, saved, accuracy, greedy, seconds = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows] == [["native", "0"], ["native", "1"], ["plain", "0"]]
-    assert accuracy == "eval_accuracy: 0.5 to 1, median 0.75" and count == "3"
+    assert saved == "toy: python -m bench.toy --table --runs …"
+    assert accuracy == "eval_accuracy: 0.5 to 1, median 0.75"
 
 
 # ---------------------------------------------------------------- the sampler and its peers
