@@ -11,16 +11,16 @@ and skips complete ones, so other options need another --runs, and on the almana
 
 **On a toy** a seed gives a world, its questions and a base model, so within a seed all arms start
 from the same weights and get the same questions. `replica` changes nothing that should matter, but
-its draws soon differ: it shows how far two runs of one setting differ. Results:
-bench/results/arms_METHOD.json.
+its draws soon differ: it shows how far two runs of one setting differ. The table has each score at
+the end in percent: the mean (and each seed). Results: bench/results/arms_METHOD.json.
 
 **On the almanac** the last and the first weights of each run answer the same held-out questions,
 sampled and greedily. The arms of a seed start from the same weights, except those that read in
 another way. RECORDS/NAME.json keeps what the table needs of an evaluation: which questions were
 right, counts by cell (whether RL has seen the country and the attribute; how good the notes are),
 the costs of a step. Beside RECORDS, table.json compares each arm, question by question, with its
-start and the first arm (McNemar's exact test, which ignores how seeds differ). An arm takes some
-four minutes on an H100 and 3 GB on disk.
+start and with MARS (McNemar's exact test, which ignores how seeds differ). An arm takes some four
+minutes on an H100 and 3 GB on disk.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
 """
@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import mean
 
 from atomic import made_once
-from bench.common import RESULTS, ROOT, provenance, read_metrics, save, table
+from bench.common import RESULTS, ROOT, provenance, publish, read_metrics
 from plumbing import folders
 from plumbing.metrics import sign_test, with_interval
 from recipes import almanac, almanac_world
@@ -48,7 +48,7 @@ PROGRAMS = {
     "almanac": ["-m", "recipes.almanac"],
 }
 WHOLE_SYSTEMS = ["--rollouts", "linear", "--group", "16", "--credit"]
-# method -> arm -> the options that it changes; the others are compared with the first arm
+# method -> arm -> the options that it changes
 ARMS = {
     "mars": {
         "full": [],
@@ -60,7 +60,6 @@ ARMS = {
         "loss_mean_token": ["--loss_mean", "token"],
         "packing_off": ["--no-packing"],
         "purpose_off": ["--no-purpose"],
-        "shared_group": ["--shared_group"],
         "no_search": ["--tools", "scholar,python"],
         "no_python": ["--tools", "search,scholar"],
         "group_8": ["--group", "8"],
@@ -86,11 +85,7 @@ ARMS = {
         "pooled": [*WHOLE_SYSTEMS, "pooled"],
         "own": [*WHOLE_SYSTEMS, "own"],
         "input": [],
-        "input_random": ["--choice", "random"],
-        "input_balanced": ["--choice", "balanced"],
-        "pipelined": ["--rollouts", "pipelined"],
         "only_solver": ["--learners", "solver"],
-        "only_checkers": ["--learners", "checkers"],
     },
     "almanac": {
         "mars": [],
@@ -158,34 +153,20 @@ def complete_run(options: argparse.Namespace, method: str, arm: str, seed: int, 
     return run
 
 
-# --- toys -----------------------------------------------------------------------------------------
-
-
 def summarise_toy(method: str, runs: Path) -> list[dict]:
-    """A row for each arm that has a complete run: its scores at the end, by seed."""
+    """A row for each arm that has a complete run: its scores at the end, in percent."""
     rows = []
     for arm, changes in ARMS[method].items():
-        seeds = {}
-        for run in sorted(runs.glob(f"{arm}-[0-9]*/")):
-            if is_complete(run):
-                *_, last = read_metrics(run)
-                seed = int(run.name.rpartition("-")[2])
-                seeds[seed] = {name: last[name] for name in SCORES[method]}
-        if seeds:
-            rows.append({"arm": arm, "options": " ".join(changes), "seeds": seeds})
+        folders_of_arm = sorted(runs.glob(f"{arm}-[0-9]*/"))
+        ends = {run.name: read_metrics(run)[-1] for run in folders_of_arm if is_complete(run)}
+        if ends:
+            seeds = " ".join(name.rpartition("-")[2] for name in ends)
+            row = {"arm": arm, "options": " ".join(changes), "seeds": seeds}
+            for score in SCORES[method]:
+                values = [100 * end[score] for end in ends.values()]
+                row[score] = f"{mean(values):.1f} ({' '.join(f'{value:.1f}' for value in values)})"
+            rows.append(row)
     return rows
-
-
-def report(rows: list[dict], method: str) -> str:
-    """The table: each score at the end, in percent, as mean (min … max) of the seeds."""
-    lines = []
-    for row in rows:
-        line = {"arm": row["arm"], "seeds": len(row["seeds"])}
-        for score in SCORES[method]:
-            values = [100 * scores[score] for scores in row["seeds"].values()]
-            line[score] = f"{mean(values):.1f} ({min(values):.1f} … {max(values):.1f})"
-        lines.append(line)
-    return f"Scores at the end in %: mean (min … max) of the seeds\n{table(lines)}"
 
 
 # --- the almanac ----------------------------------------------------------------------------------
@@ -198,8 +179,8 @@ def start_of(arm: str) -> str:
 
 def run_missing(options: argparse.Namespace) -> None:
     """Carries out each run and evaluation that is missing, seed by seed, first the sampled ones."""
-    decodings = options.decodings
-    for decoding, seed, arm in itertools.product(decodings, options.seeds, options.arms):
+    todo = itertools.product(options.decodings, options.seeds, options.arms)
+    for decoding, seed, arm in todo:
         for model in (arm, start_of(arm)):
             path = options.records / f"{model}-{seed}-{decoding}.json"
             if not path.exists():
@@ -230,13 +211,13 @@ def evaluate(options: argparse.Namespace, arm: str, run: Path, model: str, decod
         call_python(options, [*arguments, "--runs", str(folder), "--name", "eval"], name)
 
     folder = made_once(options.runs / name, ask) / "eval"
-    origin = provenance()
-    return {
-        "made": {key: origin[key] for key in ("date", "cpu", "gpu", "commit")},
-        "cells": cells(folder),
-        "right": "".join(str(int(one["reward"] == 1)) for one in trajectories(folder)),
-        "of a step": step_costs(run) if model == arm else {},
-    }
+    right = "".join(str(int(one["reward"] == 1)) for one in trajectories(folder))
+    record = {"made": provenance(), "cells": cells(folder), "right": right, "of a step": {}}
+    if model == arm:
+        lines = read_metrics(run)
+        for cost, metric in COSTS.items():
+            record["of a step"][cost] = mean(line.get(metric, 0) for line in lines)
+    return record
 
 
 def trajectories(folder: Path) -> list[dict]:
@@ -244,16 +225,9 @@ def trajectories(folder: Path) -> list[dict]:
     return folders.read_lines(folder / "rollouts" / "step_0.jsonl")
 
 
-def step_costs(run: Path) -> dict:
-    """The costs of a training step: means over the run's steps."""
-    steps = read_metrics(run)
-    return {name: mean(line.get(metric, 0) for line in steps) for name, metric in COSTS.items()}
-
-
 def summarise(options: argparse.Namespace) -> list[dict]:
     """A row for each start, arm and decoding, over all seeds that have a record."""
     all_records = {path.stem: folders.read_json(path) for path in options.records.glob("*.json")}
-    first, *_ = ARMS["almanac"]
     rows = []
     names = ["start", *map(start_of, OTHER_READING), *ARMS["almanac"]]
     for name, decoding in itertools.product(names, DECODING):
@@ -269,7 +243,7 @@ def summarise(options: argparse.Namespace) -> list[dict]:
             row[cell] = with_interval(right, asked)
         if costs := [record["of a step"] for record in records if record["of a step"]]:
             row |= {name: mean(cost[name] for cost in costs) for name in COSTS}
-        others = {start_of(name), first} if name in ARMS["almanac"] else set()
+        others = {start_of(name), "mars"} if name in ARMS["almanac"] else set()
         for other in sorted(others - {name}):
             row |= compare(records, [all_records.get(other + suffix) for suffix in suffixes], other)
         rows.append(row)
@@ -322,31 +296,6 @@ def cells(folder: Path) -> dict[str, list[int]]:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def toy_arms(options: argparse.Namespace, command: str) -> None:
-    """Carries out the missing runs, tabulates all complete ones. Exits if there are none."""
-    method = options.method
-    for seed, arm in itertools.product(options.seeds, () if options.table else options.arms):
-        complete_run(options, method, arm, seed)
-    rows = summarise_toy(method, options.runs)
-    if not rows:
-        sys.exit(f"there is no complete run in {options.runs}")
-    print(report(rows, method))
-    print(save(f"arms_{method}", command, rows))
-
-
-def almanac_arms(options: argparse.Namespace, command: str) -> None:
-    """Carries out what is missing; the table has all records. Exits if there are none."""
-    if not options.table:
-        run_missing(options)
-    names = [path.stem.rsplit("-", 2) for path in options.records.glob("*-[0-9]*-*.json")]
-    options.seeds = sorted({int(seed) for _, seed, _ in names})
-    rows = summarise(options)
-    if not rows:
-        sys.exit(f"there is no record of an evaluation in {options.records}")
-    print(table(rows))
-    print(save("table", command, rows, options.records.parent))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     methods = parser.add_subparsers(dest="method", required=True)
@@ -363,8 +312,15 @@ def main() -> None:
             own.add_argument("--records", type=Path, default=RESULTS / "almanac" / "records")
     options, options.more = parser.parse_known_args()
     options.decodings = DECODING
-    command = " ".join(["python -m bench.arms", *sys.argv[1:]])
-    (almanac_arms if options.method == "almanac" else toy_arms)(options, command)
+    if options.method != "almanac":
+        for seed, arm in itertools.product(options.seeds, () if options.table else options.arms):
+            complete_run(options, options.method, arm, seed)
+        return publish(f"arms_{options.method}", summarise_toy(options.method, options.runs))
+    if not options.table:
+        run_missing(options)
+    names = [path.stem.rsplit("-", 2) for path in options.records.glob("*-[0-9]*-*.json")]
+    options.seeds = sorted({int(seed) for _, seed, _ in names})
+    publish("table", summarise(options), options.records.parent)
 
 
 if __name__ == "__main__":

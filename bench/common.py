@@ -4,7 +4,6 @@ A part of a bench is a function that adds rows to a `Bench`. A row is written as
 measured, so a run that is killed keeps its rows. Tests: pytest tests/test_bench.py
 """
 
-import argparse
 import contextlib
 import datetime
 import functools
@@ -14,6 +13,7 @@ import os
 import platform
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -95,20 +95,13 @@ class Bench:
     command: str = ""
     folder: Path | None = None  # NAME.json is written there; None: no file
     tiny: bool = False  # sizes that take seconds on any CPU
-    peers: list[str] = field(default_factory=list)  # interpreters: see bench/peers.py
-    predictions: dict[str, str] = field(default_factory=dict)  # row -> what is expected
     rows: list[dict] = field(default_factory=list)
 
     def measure(self, name: dict, function: Callable[[], dict]) -> dict:
         """Adds a row: `name`, then the columns that `function` returns, or the reason if it fails.
 
-        The rows that follow a failure are still measured. With `predictions` only their rows are.
+        The rows that follow a failure are still measured.
         """
-        if self.predictions:
-            row = ", ".join(map(str, name.values()))
-            if row not in self.predictions:
-                return {}
-            name = {"row": row, "prediction": self.predictions[row]}
         rates()  # measured once, while the memory is free
         gc.collect()  # a policy refers to itself
         torch.cuda.empty_cache()  # the row before has filled it
@@ -162,27 +155,34 @@ def save(name: str, command: str, rows: list[dict], folder: Path = RESULTS, **mo
     return write_json(path, {"command": command, **provenance(), **more, "rows": rows})
 
 
+def publish(name: str, rows: list[dict], folder: Path = RESULTS) -> None:
+    """Prints the rows and writes FOLDER/NAME.json with the command. Exits if there are none."""
+    if not rows:
+        sys.exit("there is nothing to tabulate: no run is complete")
+    print(table(rows))
+    command = " ".join([f"python -m bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    print(save(name, re.sub(r" /\S+", " …", command), rows, folder))  # without a machine's paths
+
+
 def read_metrics(folder: Path) -> list[dict]:
     """A run's metrics: a dict for each step that is done."""
     path = folder / "metrics.jsonl"
     return read_lines(path) if path.exists() else []
 
 
-# --- the command ----------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 
-def main(name: str, description: str, parts: dict[str, Callable]) -> None:
-    """The command `python -m bench.NAME`: measures parts, prints their rows and writes them."""
-    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
-    parser.add_argument("--peers", nargs="+", default=[], metavar="PYTHON", help="bench/peers.py")
-    options = parser.parse_args()
+def run(name: str, command: str, part: Callable[[Bench], None], folder: Path = RESULTS) -> None:
+    """Measures a part, prints its rows and writes FOLDER/NAME.json."""
+    bench = Bench(name, command, folder)
+    part(bench)
+    print(f"\n{name}\n{table(bench.rows)}", flush=True)
+
+
+def run_on_cpu(name: str, command: str, part: Callable[[Bench], None]) -> None:
+    """Measures a part on one thread. Exits on a machine with a GPU."""
     if torch.cuda.is_available():
-        parser.exit(2, f"bench.{name} measures a CPU; on a GPU: python -m bench.gpu\n")
+        sys.exit(f"{command} measures a CPU; on a GPU: python -m bench.gpu")
     torch.set_num_threads(1)
-    for part in options.only:
-        command = f"python -m bench.{name} --only {part}" + " --peers …" * bool(options.peers)
-        bench = Bench(f"{name}_{part}", command, options.out, peers=options.peers)
-        parts[part](bench)
-        print(f"\n{part}\n{table(bench.rows)}", flush=True)
+    run(name, command, part)

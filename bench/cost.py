@@ -40,7 +40,7 @@ LOSS = 0.79 * PRODUCT  # with gradients (measured)
 # Packed sequences forward and backward: FlashAttention 2, published.
 ATTENTION, PACKED, BACKWARD = 580e12, 350e12, 270e12
 # Bytes of a token in a layer, counted on fake tensors: operations one by one, and compiled.
-ELEMENTWISE = {"eager": 3312e3, "compiled": 900e3}
+EAGER, COMPILED = 3312e3, 900e3
 
 VOCABULARY, D, F, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, _ = QWEN3_8B.values()
 LAYER = D * (2 * HEADS * HEAD_SIZE + 2 * KV_HEADS * HEAD_SIZE + 3 * F)  # weights in products
@@ -75,13 +75,13 @@ def training_seconds(length: int, sampled: int, elementwise: float) -> float:
 class Rank:
     """One GPU's sampler, as the driver uses it: the real scheduler, with a clock as its device."""
 
-    def __init__(self, pool: int):
+    def __init__(self, pool: int, ranks: list["Rank"]):
+        self.ranks = ranks
         # A simulated step stands for SCALE steps, each of which prefills up to 8,192 tokens.
         sizes = {"pages": pool // SCALE, "page_size": 1, "max_sequences": CONFIG.max_sequences}
         self.scheduler = Scheduler(**sizes, prefill_chunk=8192)
         self.close = self.scheduler.close
-        self.ranks = [self]  # play_step sets all of them
-        self.clock = self.decoding = 0.0  # seconds
+        self.clock = 0.0  # seconds
         self.rows = []  # number of rows of each decode step
         self.samples = []  # (tokens, sampled tokens) of what is trained
 
@@ -104,10 +104,8 @@ class Rank:
                 self.clock += prefill_seconds(SCALE * (end - (last - first)), SCALE * end)
         if decode is not None:
             rows = len(decode.requests)
-            seconds = SCALE * decode_seconds(SCALE * sum(decode.batch.host_lengths))
             self.rows.append(rows)
-            self.clock += seconds
-            self.decoding += seconds
+            self.clock += SCALE * decode_seconds(SCALE * sum(decode.batch.host_lengths))
             self.scheduler.collect(decode, [0] * rows, [0.0] * rows)
         finished, self.scheduler.finished = self.scheduler.finished, []
         return finished
@@ -147,7 +145,8 @@ def play_step(pool: int, unit: int, at_once: int) -> list[Rank]:
     """
     rng = random.Random(0)
     factor = partial(rng.lognormvariate, -(SPREAD**2) / 2, SPREAD)  # 1 on average
-    ranks = [Rank(pool) for _ in range(GPUS)]
+    ranks = []
+    ranks += [Rank(pool, ranks) for _ in range(GPUS)]
     driver = Driver(ranks, deterministic=True)
     queues = [[] for _ in ranks]
     for question in range(CONFIG.questions):
@@ -158,41 +157,37 @@ def play_step(pool: int, unit: int, at_once: int) -> list[Rank]:
         queues[question * GPUS // CONFIG.questions] += units
 
     async def work(number: int) -> None:
-        rank = ranks[number]
-        rank.ranks = ranks
         order = queues[number:] + queues[:number]  # its own questions first
         for queue in order if unit < CONFIG.group else order[:1]:
             while queue:
-                await asyncio.gather(*(play(driver, rank, *attempt) for attempt in queue.pop(0)))
+                await asyncio.gather(
+                    *(play(driver, ranks[number], *attempt) for attempt in queue.pop(0))
+                )
 
     driver.run([work(number) for number in range(GPUS) for _ in range(at_once)])
     return ranks
 
 
-def row(name: str, pool: int, unit: int, at_once: int, form: str) -> dict:
-    """Hours of a step and of a run, and what the GPUs do meanwhile."""
+def row(name: str, pool: int, unit: int, at_once: int, elementwise: float) -> dict:
+    """Hours of a step and of a run."""
     ranks = play_step(pool, unit, at_once)
-    slowest = max(rank.clock for rank in ranks)
-    rows = [count for rank in ranks for count in rank.rows]
+    rollouts = max(rank.clock for rank in ranks) / 3600
     samples = [sample for rank in ranks for sample in rank.samples]
-    training = sum(training_seconds(*sample, ELEMENTWISE[form]) for sample in samples) / GPUS
-    hours = (slowest + training) / 3600
+    training = sum(training_seconds(*sample, elementwise) for sample in samples) / GPUS / 3600
     return {
         "setting": name,
-        "readers at once": mean(rows),
-        "tokens/s of decoding": SCALE * sum(rows) / sum(rank.decoding for rank in ranks),
-        "GPUs busy": mean(rank.clock for rank in ranks) / slowest,
-        "rollouts, h": slowest / 3600,
-        "training, h": training / 3600,
-        "step, h": hours,
-        f"{CONFIG.steps} steps, h": CONFIG.steps * hours,
+        "readers at once": mean(count for rank in ranks for count in rank.rows),
+        "rollouts, h": rollouts,
+        "training, h": training,
+        "step, h": rollouts + training,
+        f"{CONFIG.steps} steps, h": CONFIG.steps * (rollouts + training),
     }
 
 
 SETTINGS = [  # the arguments of `row`
-    ("pool of 80,000, own questions", 80_000, 16, 4, "eager"),
-    ("pool of 300,000, own questions", 300_000, 16, 4, "compiled"),
-    ("pool of 300,000, shared in fours", 300_000, 4, 4, "compiled"),
+    ("pool of 80,000, own questions", 80_000, 16, 4, EAGER),
+    ("pool of 300,000, own questions", 300_000, 16, 4, COMPILED),
+    ("pool of 300,000, shared in fours", 300_000, 4, 4, COMPILED),
 ]
 
 if __name__ == "__main__":

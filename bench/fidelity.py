@@ -27,7 +27,7 @@ import torch
 
 import mars
 import trainer
-from bench.common import RESULTS, save, table
+from bench.common import RESULTS, publish
 from config import UserError, fail
 from plumbing import evaluation, folders
 from plumbing.start import Run, build
@@ -175,15 +175,10 @@ def measure(run: Run, questions: int, group: int, draws: int) -> list[dict]:
     rows = [{"rule": rule, **fidelity(push, worths, indices)} for rule, push in rules.items()]
     halves = worth(slice(0, None, 2)), worth(slice(1, None, 2))
     rows.append({"rule": "other draws", **fidelity(*halves, indices)})
-    kinds = {
-        "telling": [note.tells for note in notes],
-        "silent": [note.silent for note in notes],
-        "neither": [not note.tells and not note.silent for note in notes],
-    }
-    for kind, members in kinds.items():
-        own = worths[np.array(members)]
-        row = {"notes": kind, "count": len(own)}
-        rows.append(row | ({"mean worth": float(own.mean())} if len(own) else {}))
+    kinds = np.array(["telling" if n.tells else "silent" if n.silent else "neither" for n in notes])
+    for kind in np.unique(kinds):
+        own = worths[kinds == kind]
+        rows.append({"notes": str(kind), "count": len(own), "mean worth": float(own.mean())})
     return rows
 
 
@@ -205,9 +200,7 @@ def main(arguments: list[str]) -> int:
         rows = measure(run, options.questions, options.group, options.draws)
     except UserError as error:
         return fail(str(error))
-    print(table(rows))
-    command = f"python -m bench.fidelity {' '.join(arguments)}"
-    print(save(f"fidelity-{options.name}", command, rows, RESULTS / "almanac"))
+    publish(f"fidelity-{options.name}", rows, RESULTS / "almanac")
     return 0
 
 

@@ -1,20 +1,18 @@
 """The measurements that need a GPU.
 
-    python -m bench.gpu --part 1 --out FOLDER       open questions with predictions; also part 2
-    python -m bench.gpu --part almanac --seconds 300 --out FOLDER      three experiments at once
     python -m bench.gpu --step decode requests      whole steps (about ten minutes for all)
+    python -m bench.gpu --part almanac --seconds 300 --out FOLDER      three experiments at once
 
-Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. A part measures the
-rows of EXPECTED. Each of its steps is a process of its own with a time limit, and the next step may
-use the time that is left. FOLDER/part_N.json has every row, also those that failed or were cut.
-The part `almanac` trains 14 runs of recipes/almanac.py side by side. Its runs and records lie in
-FOLDER, so the same command goes on where the time was up.
+Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. The part `almanac`
+trains 14 runs of recipes/almanac.py side by side. Its runs and records lie in FOLDER, so the same
+command goes on where the time was up.
 
 The tests that need a GPU are another command:
 `python -m pytest -m gpu tests/test_kernels_*.py tests/test_policy.py tests/test_sampler.py`.
 The machine needs torch ≥ 2.11, triton and transformers ≥ 5.17; a peer that it lacks becomes a row
-that says so. docs/LOG.md (2026-11-26) says what ran and what failed. Several GPUs and long runs
-have never been tried. Tests: pytest tests/test_bench_gpu.py
+that says so. Several GPUs and long runs have never been tried.
+
+Tests: pytest tests/test_bench_gpu.py
 """
 
 import argparse
@@ -22,19 +20,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are defined
 
 from bench import common, kernels, pages, sampler, train_step  # noqa: E402
-from plumbing.folders import read_json  # noqa: E402
 from sampler import Sampler  # noqa: E402
 
 
@@ -67,33 +62,6 @@ def lend(bench: common.Bench) -> None:
     bench.measure({"form": "pool of 45 GiB"}, run)
 
 
-def capture(bench: common.Bench) -> None:
-    """A row for each mode: how many captures fail straight after a collective of NCCL."""
-    store = dist.FileStore(f"{tempfile.mkdtemp()}/store", 1)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    x = torch.zeros(1 << 20, device=common.DEVICE)
-    captures, launches = (2, 10) if bench.tiny else (200, 1000)
-
-    def work() -> None:
-        for _ in range(launches):
-            x[:1].add_(1)
-
-    def run(mode: str) -> dict:
-        errors = []
-        for _ in range(captures):
-            dist.all_reduce(x, async_op=True)
-            try:
-                kernels.captured(work, capture_error_mode=mode)()
-            except RuntimeError as error:
-                errors.append(str(error).partition("\n")[0][:100])
-        return {"captures": captures, "failed captures": len(errors), "errors": [*set(errors)]}
-
-    for mode in ("thread_local", "global"):
-        bench.measure({"mode": mode}, partial(run, mode))
-    dist.destroy_process_group()
-
-
 STEPS = {
     "loss": kernels.speed,
     "accuracy": kernels.accuracy,
@@ -103,68 +71,7 @@ STEPS = {
     "requests": sampler.requests,
     "training_step": train_step.steps,
     "lend": lend,
-    "capture": capture,
 }
-# part -> step -> most seconds. The last step is last because a thread of NCCL may end the process.
-PARTS = {
-    "1": {"training_step": 240, "requests": 150, "lend": 60},
-    "2": {"decode": 100, "prefill": 90, "capture": 40},
-}
-EXPECTED = [  # step, row, and what arithmetic or an earlier measurement says
-    ("training_step", "packed, not compiled", "2.59 s, as before"),
-    ("training_step", "packed, kept, not compiled", "1.98 s, as before"),
-    ("training_step", "packed", "1.3 s"),
-    ("training_step", "packed, activations kept", "1.0 s"),
-    ("requests", "as it was", "16,000 tokens/s, as before"),
-    ("requests", "both", "18,200 tokens/s"),
-    ("requests", "pieces", "17,200 tokens/s"),
-    ("requests", "no empty launch", "17,000 tokens/s"),
-    ("lend", "pool of 45 GiB", "1.5 to 3 s; it fits"),
-    ("decode", "Qwen3-8B, 3, 24576", "9.5 to 10.5 ms"),
-    ("decode", "Qwen3-8B, 12, 24576", "22 to 24 ms"),
-    ("prefill", "PyTorch", "24,000 tokens/s"),
-    ("prefill", "flash-attn 2", "24,000 tokens/s"),
-    ("prefill", "flash-attn 4", "29,000 tokens/s"),
-    ("capture", "thread_local", "none fails"),
-    ("capture", "global", "some fail, or none"),
-]
-
-
-def expected(step: str) -> dict[str, str]:
-    """Row -> its prediction."""
-    return {row: prediction for name, row, prediction in EXPECTED if name == step}
-
-
-def run_step(name: str, part: str | None, out: Path) -> None:
-    """Measures a step in this process. In a part only the rows of EXPECTED are measured."""
-    command = f"python -m bench.gpu --step {name}" + (f" --part {part}" if part else "")
-    bench = common.Bench(f"gpu_{name}", command, out, predictions=expected(name) if part else {})
-    STEPS[name](bench)
-    print(f"\n{name}\n{common.table(bench.rows)}", flush=True)
-
-
-def run_part(part: str, out: Path, program: tuple[str, ...] = ("-m", "bench.gpu")) -> None:
-    """Measures a part. `program`: what Python runs for a step."""
-    rows = []
-    limit = 0.0
-    for name, seconds in PARTS[part].items():
-        path = out / f"gpu_{name}.json"
-        path.unlink(missing_ok=True)
-        command = [sys.executable, *program, "--step", name, "--part", part, "--out", str(out)]
-        limit += seconds
-        start = time.monotonic()
-        try:
-            outcome = f"exit {subprocess.run(command, timeout=limit).returncode}"
-        except subprocess.TimeoutExpired:
-            outcome = f"cut after {limit:.0f} s"
-        limit -= time.monotonic() - start
-        results = read_json(path)["rows"] if path.exists() else []
-        by_name = {result["row"]: result for result in results}
-        for row, prediction in expected(name).items():
-            gap = {"row": row, "prediction": prediction, "failed": f"not measured: {outcome}"}
-            rows.append({"step": name} | by_name.get(row, gap))
-        common.save(f"part_{part}", f"python -m bench.gpu --part {part}", rows, out)
-    print(common.table(rows), flush=True)
 
 
 # --- the almanac ----------------------------------------------------------------------------------
@@ -245,7 +152,7 @@ def run_almanac(out: Path, seconds: float, jobs: list | None = None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--step", nargs="+", choices=STEPS)
-    parser.add_argument("--part", choices=[*PARTS, "almanac"])
+    parser.add_argument("--part", choices=["almanac"])
     parser.add_argument("--seconds", type=float, default=840, help="of the part almanac")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the rows")
     options = parser.parse_args()
@@ -253,8 +160,7 @@ if __name__ == "__main__":
         parser.exit(2, "bench.gpu measures a GPU, and PyTorch sees no CUDA device here\n")
     if options.part == "almanac":
         run_almanac(options.out, options.seconds)
-    elif options.part and not options.step:
-        run_part(options.part, options.out)
     else:
         for name in options.step or STEPS:
-            run_step(name, options.part, options.out)
+            command = f"python -m bench.gpu --step {name}"
+            common.run(f"gpu_{name}", command, STEPS[name], options.out)

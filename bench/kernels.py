@@ -202,17 +202,14 @@ def gather_all(q, k_pages, v_pages, table, lengths, kv_ranges):
 FORMS = {"MARS": mars_attention, "gather + SDPA": gather_all}
 
 
-def captured(function, **options):
-    """Runs `function` once; returns a CUDA graph of its launches, on a CPU the function itself.
-
-    options: those of torch.cuda.graph.
-    """
+def captured(function):
+    """Runs `function` once; returns a CUDA graph of its launches, on a CPU the function itself."""
     function()
     if not torch.cuda.is_available():
         return function
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, **options):
+    with torch.cuda.graph(graph):
         function()
     return graph.replay
 

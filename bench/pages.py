@@ -13,7 +13,6 @@ was. Results: bench/results/almanac/pages.json and pages.png. Tests: pytest test
 import argparse
 import copy
 import io
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -21,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from bench import arms
-from bench.common import RESULTS, ROOT, save, table
+from bench.common import RESULTS, ROOT, publish
 from plumbing import curves, folders
 from plumbing.metrics import wilson_interval
 
@@ -95,11 +94,7 @@ def main() -> None:
     for fields in () if options.table else options.lengths:
         arms.run_missing(at_length(options, fields))
     rows = tabulate(options)
-    if not rows:
-        sys.exit(f"there is no record of an evaluation in {options.records}")
-    print(table(rows))
-    command = " ".join(["python -m bench.pages", *sys.argv[1:]])
-    print(save("pages", command, rows, RESULTS / "almanac"))
+    publish("pages", rows, RESULTS / "almanac")
     print(folders.write_whole(RESULTS / "almanac" / "pages.png", picture(rows)))
 
 

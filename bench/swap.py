@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 
 from bench.arms import compare
-from bench.common import RESULTS, save, table
+from bench.common import RESULTS, publish
 from bench.fidelity import open_run, weights_of
 from config import UserError, fail
 from plumbing import folders
@@ -91,9 +91,7 @@ def main(arguments: list[str]) -> int:
         rows = measure(options)
     except UserError as error:
         return fail(str(error))
-    print(table(rows))
-    command = f"python -m bench.swap {' '.join(arguments)}"
-    print(save(f"swap-{options.name}", command, rows, RESULTS / "almanac"))
+    publish(f"swap-{options.name}", rows, RESULTS / "almanac")
     return 0
 
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.common import ROOT, read_metrics, save, table
+from bench.common import ROOT, publish, read_metrics
 from kernels import products
 from plumbing.folders import read_json, write_json
 
@@ -69,16 +69,6 @@ def run(arithmetic: str, seed: int, runs: Path, more: list[str]) -> None:
     write_json(runs / f"{name}.json", row | {"CPU seconds": seconds})
 
 
-def summarise(rows: list[dict]) -> list[str]:
-    """A line for each score and the CPU seconds: range and median of all runs."""
-    lines = []
-    for column in (*SCORES, "CPU seconds"):
-        values = [row[column] for row in rows]
-        median = statistics.median(values)
-        lines.append(f"{column}: {min(values):.4g} to {max(values):.4g}, median {median:.4g}")
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--arithmetics", nargs="+", choices=ARITHMETICS, default=list(ARITHMETICS))
@@ -90,11 +80,12 @@ def main() -> None:
         for seed, arithmetic in itertools.product(options.seeds, options.arithmetics):
             run(arithmetic, seed, options.runs, more)
     rows = [read_json(path) for path in options.runs.glob("*.json")]
-    if not rows:
-        sys.exit(f"there is no complete run in {options.runs}")
     rows.sort(key=lambda row: (list(ARITHMETICS).index(row["arithmetic"]), row["seed"]))
-    print(table(rows), *summarise(rows), sep="\n")
-    print(save("toy", " ".join(["python -m bench.toy", *more]), rows))
+    publish("toy", rows)
+    for column in (*SCORES, "CPU seconds"):
+        values = [row[column] for row in rows]
+        median = statistics.median(values)
+        print(f"{column}: {min(values):.4g} to {max(values):.4g}, median {median:.4g}")
 
 
 if __name__ == "__main__":

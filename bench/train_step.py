@@ -1,45 +1,39 @@
-"""The training step: packed against padded, and a GRPO step beside TRL's.
+"""The training step: packed against padded.
 
-    python -m bench.train_step --only cpu                 packed against padded, on a CPU
-    python -m bench.gpu --step training_step              the same on a GPU
-    python -m bench.train_step --only trl --peers FOLDER/bin/python      a step beside GRPOTrainer
+    python -m bench.train_step                            on a CPU, one thread, two minutes
+    python -m bench.gpu --step training_step              on a GPU
 
 The packed step is the trainer's (micro_batches, backward). The padded step is what code around
 Hugging Face models does: batches of 4 samples, right-padded, with an attention mask, in random
 order or sorted by length. All have the same weights and samples, and a form whose loss differs has
-failed. A CPU's model is a small Qwen3 in fp32 on one thread (2 minutes). A GPU's has the size of
-Qwen3-0.6B, in bf16; AdamW's step is included, activations are recomputed or kept, and the packed
-form's layers are compiled or not.
+failed. A CPU's model is a small Qwen3 in fp32. A GPU's has the size of Qwen3-0.6B, in bf16; AdamW's
+step is included, activations are recomputed or kept, and the packed form's layers are compiled or
+not.
 
 There are as many samples of System 2 as of System 1, with log-normal LENGTHS (on a CPU 1/16, on a
 GPU half of these). The paper states only limits, so medians and spreads are our assumption.
 
-Beside TRL: SmolLM2-135M, 4 prompts with groups of 8, 64 new tokens each, fp32, one thread, CPU
-seconds. The draws and rewards differ; TRL also computes entropies, and pads.
-
-Results: bench/results/train_step_PART.json. Tests: pytest tests/test_bench.py
+Results: bench/results/train_step_cpu.json. Tests: pytest tests/test_bench.py
 """
 
+import argparse
 import math
 import random
-import re
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import Qwen3Config
 
 import kernels
 import trainer
-from bench import common, peers
-from bench.sampler import QWEN3_0_6B, SMALL, TINY, pieces_of_text, random_model, random_tokens
+from bench import common
+from bench.sampler import QWEN3_0_6B, SMALL, TINY, random_model, random_tokens
 from config import Config
 from grpo import token_weights
-from plumbing import models
 from rollout import Sample
-from sampler import Completion, Sampler
+from sampler import Completion
 from trainer.memory import memory_parts
 
 OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
@@ -70,27 +64,18 @@ def draw_samples(count: int, scale: float, vocabulary: int) -> list[Sample]:
     return samples
 
 
-def make_batches(samples: list[Sample], capacity: int, device) -> list:
-    """Micro-batches of a step's samples, each of which counts as one."""
-    weights = token_weights([torch.tensor(sample.mask) for sample in samples], len(samples))
-    return trainer.micro_batches(samples, weights, capacity, device)
-
-
 def packed_step(policy, batches) -> tuple[float, int]:
     """The trainer's step. Returns the loss and the number of tokens computed."""
     stats = trainer.backward(policy, batches, **OBJECTIVE)
     return sum(float(s["loss"]) for s in stats), sum(batch.tokens.numel() for batch in batches)
 
 
-def padded_step(model, batches, *, by_length: bool = False) -> tuple[float, int]:
+def padded_step(model, batches) -> tuple[float, int]:
     """The same step by the stock model. Returns the loss and the tokens computed, with padding.
 
     batches: micro-batches of one sample each.
     """
-    if by_length:
-        batches = sorted(batches, key=lambda batch: batch.tokens.numel())
-    total = 0.0
-    computed = 0
+    total = computed = 0
     for start in range(0, len(batches), PADDED_ROWS):
         rows = batches[start : start + PADDED_ROWS]
         tokens = pad_sequence([batch.tokens[0] for batch in rows], batch_first=True)  # [B, T]
@@ -118,29 +103,6 @@ FORMS = {
     "padded, random order": {},
     "padded, sorted by length": {"by_length": True},
 }
-# A kernel's family is the first whose pattern its name contains.
-FAMILIES = {
-    "attention": "flash|fmha|attention",
-    "loss": "stats_kernel|gradient_kernel",
-    "optimizer": "adam|multi_tensor|foreach",
-    "products": "gemm|nvjet|cutlass|::mm|addmm",
-    "elementwise": "",
-}
-
-
-def seconds_by_family(function: Callable) -> dict:
-    """The columns of a row: seconds that a GPU's kernels, or a CPU's operators, take in a call."""
-    activity, clock = torch.profiler.ProfilerActivity.CPU, "self_cpu_time_total"
-    if torch.cuda.is_available():
-        activity, clock = torch.profiler.ProfilerActivity.CUDA, "self_device_time_total"
-    with torch.profiler.profile(activities=[activity]) as profile:
-        function()
-        common.clock()
-    seconds = Counter()
-    for event in profile.key_averages():
-        family = next(name for name in FAMILIES if re.search(FAMILIES[name], event.key.lower()))
-        seconds[f"{family}, s"] += getattr(event, clock) / 1e6
-    return seconds
 
 
 def planned_bytes(size: dict, capacity: int, recompute: bool) -> float:
@@ -153,11 +115,11 @@ def planned_bytes(size: dict, capacity: int, recompute: bool) -> float:
 
 def setting(tiny: bool) -> tuple[dict, list[Sample], int]:
     """The size of the model, the samples, and the tokens of a micro-batch."""
-    cuda = torch.cuda.is_available()
-    size = QWEN3_0_6B if cuda else SMALL | {"tie_word_embeddings": True}
-    count, scale, capacity = (16, 1 / 2, 16_384) if cuda else (16, 1 / 16, 2048)
+    size, count, scale, capacity = SMALL, 16, 1 / 16, 2048
     if tiny:
         size, count, scale, capacity = TINY, 2, 1 / 64, 256
+    elif torch.cuda.is_available():
+        size, count, scale, capacity = QWEN3_0_6B, 16, 1 / 2, 16_384
     return size, draw_samples(count, scale, size["vocab_size"]), capacity
 
 
@@ -168,7 +130,10 @@ def make_step(
     device = common.DEVICE
     cuda = device.type == "cuda"
     model = random_model(size, device)
-    batches = make_batches(samples, capacity if packed else 1, device)
+    weights = token_weights([torch.tensor(sample.mask) for sample in samples], len(samples))
+    batches = trainer.micro_batches(samples, weights, capacity if packed else 1, device)
+    if by_length:
+        batches.sort(key=lambda batch: batch.tokens.numel())
     if packed:
         form = {"recompute_activations": cuda and recompute}
         if compiled:
@@ -176,7 +141,7 @@ def make_step(
         policy = trainer.Policy(model, bf16=cuda, **form)
         run = partial(packed_step, policy, batches)
     else:
-        run = partial(padded_step, model, batches, by_length=by_length)
+        run = partial(padded_step, model, batches)
         if cuda:
             model.train()  # it has no dropout
             model.gradient_checkpointing_enable()
@@ -206,66 +171,17 @@ def steps(bench: common.Bench) -> None:
             expected.extend((loss, norm))
         for value, first in zip((loss, norm), expected):
             if abs(value - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
-                raise ValueError(
-                    f"the loss or the gradient differs: {loss}, {norm}, not {expected}"
-                )
+                raise ValueError(f"loss or gradient differs: {loss}, {norm}, not {expected}")
         row = {"peak GB": common.peak_bytes(step) / 1e9, "tokens computed": computed}
         if "packed" in form:
             row["planned GB"] = planned_bytes(size, capacity, form.get("recompute", True)) / 1e9
-        row |= common.spread("s", common.timed(step, 1 if bench.tiny else 3))
-        return row | (seconds_by_family(step) if cuda or bench.tiny else {})
+        return row | common.spread("s", common.timed(step, 1 if bench.tiny else 3))
 
     for name, form in FORMS.items():
-        if cuda or bench.predictions or not form.keys() & {"recompute", "compiled"}:
+        if cuda or bench.tiny or not form.keys() & {"recompute", "compiled"}:
             bench.measure({"form": name}, partial(measurement, **form))
 
 
-# --- a GRPO step beside TRL's ---------------------------------------------------------------------
-
-
-def our_step(model, prompts: list[list[int]], group: int, new: int) -> dict:
-    """CPU seconds of the parts of one GRPO step. The rewards are random."""
-    rng = random.Random(0)
-    copies = [prompt for prompt in prompts for _ in range(group)]
-    sampler = Sampler(model, max_tokens=sum(map(len, copies)) + len(copies) * (new + 16))
-    policy = trainer.Policy(model, bf16=False)
-    optimizer = trainer.make_optimizer(policy, 1e-6, 0.0)
-    start = common.clock()
-    samples = []
-    for i, completion in enumerate(sampler.generate(copies, max_new_tokens=new)):
-        sample = Sample("sys2", i, i, advantage=rng.choice((-1.0, 1.0)), loss_weight=1)
-        sample.append_given(copies[i])
-        sample.append_sampled(completion)
-        samples.append(sample)
-    middle = common.clock()
-    batches = make_batches(samples, 4096, torch.device("cpu"))
-    optimizer.zero_grad()
-    trainer.backward(policy, batches, **OBJECTIVE)
-    trainer.gradient_norm(policy, 1.0)
-    optimizer.step()
-    sampler.load_weights(model)
-    end = common.clock()
-    row = {"CPU s, rollout": middle - start, "CPU s, update": end - middle}
-    trained = sum(len(batch.target) for batch in batches)
-    return row | {"CPU s, step": end - start, "tokens trained": trained}
-
-
-def beside_trl(bench: common.Bench) -> None:
-    """A row for a step of ours and one for a step of TRL's."""
-    folder = str(models.find("smollm2", common.ROOT / ".cache"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = pieces_of_text(tokenizer, 4)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    bench.measure({"form": "MARS"}, partial(our_step, model, prompts, 8, 64))
-    texts = [tokenizer.decode(prompt) for prompt in prompts]
-
-    def theirs() -> dict:
-        work = {"folder": folder, "prompts": texts, "group": 8, "new": 64}
-        reply = peers.first("TRL", bench.peers, rounds=1, **work)
-        return {"CPU s, step": reply["answers"], "version": reply["version"]}
-
-    bench.measure({"form": "TRL's GRPOTrainer"}, theirs)
-
-
 if __name__ == "__main__":
-    common.main("train_step", __doc__, {"cpu": steps, "trl": beside_trl})
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    common.run_on_cpu("train_step_cpu", "python -m bench.train_step", steps)

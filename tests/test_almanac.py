@@ -303,7 +303,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
             stream, held_out = almanac.questions(config, [], training=False)
             assert start.first_questions(config, stream) == [] and len(held_out) == 9
             (folder / "rollouts").mkdir(parents=True)
-            (folder / "rollouts" / "step_0.jsonl").write_text("")
+            (folder / "rollouts" / "step_0.jsonl").write_text('{"reward": 1}\n{"reward": 0.5}\n')
             return
         assert config.resume == (name == "own-5")
         assert config.model == ("warm/own" if config.resume else models.SMOLLM2)
@@ -312,11 +312,13 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         (folder / "checkpoint" / "config.json").write_text('{"model_type": "llama"}')
         (folder / "method.json").write_text(json.dumps({"name": "almanac"}))
         (folder / "config.json").write_text(json.dumps(vars(config)))
-        (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4}\n')
+        line = {"step": 3, "eval_step": 4, "tokens_read": 7}
+        (folder / "metrics.jsonl").write_text(json.dumps(line))
 
+    monkeypatch.setattr(arms, "cells", lambda folder: {})
     monkeypatch.setattr(arms, "call_python", call_python)
     options = SimpleNamespace(seeds=[5], arms=arms.ARMS["almanac"], eval_questions="9")
-    options.more = ["--bf16", "on"]
+    options.more, options.decodings = ["--bf16", "on"], arms.DECODING
     options.runs, options.records = tmp_path / "runs", tmp_path / "records"
     begun = options.runs / "own-5" / "config.json"
     begun.parent.mkdir(parents=True)
@@ -324,6 +326,12 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     arms.run_missing(options)
     expected = 3 * len(arms.ARMS["almanac"]) + 2 * (1 + len(arms.OTHER_READING))
     assert len(done) == len(set(done)) == expected
+    for name, costs in (
+        ("start-5", {}),
+        ("own-5", {"read tokens an attempt": 7, "trained tokens": 0}),
+    ):
+        record = json.loads((options.records / f"{name}-greedy.json").read_text())
+        assert record["right"] == "10" and record["of a step"] == costs
 
 
 def test_a_run_that_cannot_go_on_is_refused_before_a_warm_start_of_minutes(monkeypatch, capsys):
