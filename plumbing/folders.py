@@ -3,7 +3,6 @@
 Tests: pytest tests/test_folders.py
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -40,11 +39,8 @@ def read_lines(path: Path) -> list[dict]:
 def read_json(path: Path) -> dict:
     """The object in a JSON file, such as a run's config.json."""
     try:
-        made = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(made, dict):
-            raise ValueError("it holds no object")
-        return made
-    except (OSError, ValueError, RecursionError) as error:
+        return {**json.loads(path.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # TypeError: no object
         raise UserError(f"cannot read {path} ({reason(error)}): it is missing or damaged") from None
 
 
@@ -53,12 +49,9 @@ def write_whole(path: Path, content: bytes) -> Path:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with on_disk(f"write {path}"):
         try:
-            with open(part, "wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # so `remove_parts` sees that somebody writes it
-                file.write(content)
-                file.flush()
-                sync(part)
-                os.replace(part, path)
+            part.write_bytes(content)
+            sync(part)
+            os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
     return path
@@ -122,12 +115,12 @@ def refuse_run(runs: Path, name: str) -> None:
 
 
 def make(folder: Path) -> bool:
-    """Makes a folder, and what it lies in; False if something has its name already."""
+    """Makes a folder and its parents; returns False if a run or something else has its name."""
     with on_disk(f"make {folder}"):
-        if not vacant(folder):
-            return False
-        folder.mkdir(parents=True, exist_ok=True)
-    return True
+        if vacant(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            return True
+    return False
 
 
 def lock(folder: Path) -> IO | None:
@@ -138,18 +131,9 @@ def lock(folder: Path) -> IO | None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        remove_parts(folder)
+        # What killed processes left of files and of folders (atomic.write_folder).
+        for part in folder.rglob("*.part"):
+            part.unlink(missing_ok=True)
+        for part in [*folder.rglob(".*.writing"), *folder.rglob(".*.former")]:
+            shutil.rmtree(part, ignore_errors=True)
     return file
-
-
-def remove_parts(folder: Path) -> None:
-    """Removes what killed processes left of files and of folders (atomic.write_folder).
-
-    `view.py` may write files now, without a lock.
-    """
-    for part in [*folder.rglob(".*.writing"), *folder.rglob(".*.former")]:
-        shutil.rmtree(part, ignore_errors=True)
-    for part in folder.rglob("*.part"):
-        with open(part, "ab") as file, contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink()

@@ -65,8 +65,8 @@ def open_folder(run: Run) -> int:
 
 def settings(run: Run) -> None:
     """Writes what it is called and asks, and its options, which make it resumable, last."""
-    told = {"name": run.method.name, "roles": run.method.roles, "questions": run.asked}
-    write_json(run.folder / "method.json", told)
+    about = {"name": run.method.name, "roles": run.method.roles, "questions": run.asked}
+    write_json(run.folder / "method.json", about)
     write_json(run.folder / "config.json", dataclasses.asdict(run.config))
 
 
@@ -75,15 +75,12 @@ def take_back(run: Run, first: int) -> None:
     path = run.folder / "metrics.jsonl"
     append_lines(path, [])  # where there is none yet
     write_whole(path, as_lines([line for line in read_lines(path) if line["step"] < first]))
-    files = {
-        step: file for step, file in folders.rollout_files(run.folder).items() if step >= first
-    }
+    files = folders.rollout_files(run.folder)
     # The last evaluation of a run that goes on stays, for it will not be made again.
     if first in files and first % run.config.eval_every:
-        kept = [one for one in read_lines(files[first]) if one["split"] == "eval"]
-        if kept:
-            write_whole(files.pop(first), as_lines(kept))
-    for file in (run.folder / "report.md", *files.values()):
+        evaluated = [one for one in read_lines(files[first]) if one["split"] == "eval"]
+        write_whole(files.pop(first), as_lines(evaluated))
+    for file in (run.folder / "report.md", *(files[step] for step in files if step >= first)):
         with on_disk(f"remove {file}"):
             file.unlink(missing_ok=True)
 
@@ -184,19 +181,17 @@ def reader_record(reader: Context, chat: Format) -> dict:
     """A context that a turn opened: what it was given and wrote, and its turns if any."""
     sample = reader.sample
     prompt = [*sample.mask, True].index(True)  # a reader whose server was lost wrote nothing
-    made = {
+    turns = {"turns": [turn_record(turn, chat) for turn in reader.turns]} if reader.turns else {}
+    return {
         "role": reader.role,
         "prompt": chat.text(sample.tokens[:prompt]),
         "note": chat.text(sample.tokens[prompt:]),
         "ids": packed(sample),
         "advantage": sample.advantage,
         "drawn": sample.loss_weight,
+        **(vars(reader.chunk) if reader.chunk else {}),
+        **turns,
     }
-    if reader.chunk:
-        made |= vars(reader.chunk)
-    if reader.turns:
-        made["turns"] = [turn_record(turn, chat) for turn in reader.turns]
-    return made
 
 
 # ------------------------------------------------------------------------------ lines on the screen
@@ -266,8 +261,8 @@ def start_tracker(run: Run) -> None:
     try:
         run.tracker = tracker_init(config.track)(config=dataclasses.asdict(config), **options)
     except (Exception, SystemExit) as error:
-        said = f"--track {config.track} cannot start ({reason(error)})"
-        raise UserError(f"{said}; mend that, then --resume") from error
+        problem = f"--track {config.track} cannot start ({reason(error)}); mend that, then --resume"
+        raise UserError(problem) from error
 
 
 def track(run: Run, metrics: dict) -> None:
@@ -328,30 +323,30 @@ def report_card(run: Run, lines: list[dict]) -> str:
         sums.update({key: value for key, value in line.items() if isinstance(value, (int, float))})
     evaluated = sums["seconds_eval"] + sums["seconds_eval_before"]
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; macOS counts bytes
-    held *= 1 if sys.platform == "darwin" else 1024
-    memory = f"{held / 2**30:.1f} GiB"
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
+    memory = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.1f} GiB"
     if run.device.type == "cuda":
         machine = torch.cuda.get_device_name(run.device)
         memory += f", {torch.cuda.max_memory_allocated(run.device) / 2**30:.1f} GiB on the GPU"
     calls = sum((Counter(line.get("service_calls")) for line in lines), Counter())
     sampled = [f"{sums[f'{role}_tokens']:,.0f} by {role}" for role in run.method.roles]
-    facts = {
-        "command": f"`{shlex.join(['python', *sys.orig_argv[1:]])}`",
-        "commit": commit(),
-        "machine": f"{machine}, {run.ranks} process(es)",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}",
-        "seconds": f"{sums['seconds_rollout']:,.0f} rollouts, {sums['seconds_train']:,.0f} "
-        f"training, {evaluated:,.0f} evaluations",
-        "tokens": f"sampled in training {', '.join(sampled)}; trained "
-        f"{sums['trained_tokens']:,.0f}",
-        "calls": ", ".join(f"{calls[site]:,} to {site}" for site in sorted(calls)) or "none sent",
-        "peak memory": f"{memory} (first process, since it last started)",
-    }
-    page = [f"# Run {run.config.name}", "", *(f"- {name}: {said}" for name, said in facts.items())]
+    sent = ", ".join(f"{calls[site]:,} to {site}" for site in sorted(calls)) or "none sent"
     asked = len(run.eval_questions)
-    page += ["", f"Held-out accuracy on {asked} questions, with its 95 % interval:", ""]
+    page = [
+        f"# Run {run.config.name}\n",
+        f"- command: `{shlex.join(['python', *sys.orig_argv[1:]])}`",
+        f"- commit: {commit()}",
+        f"- machine: {machine}, {run.ranks} process(es)",
+        f"- versions: Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        f"- seconds: {sums['seconds_rollout']:,.0f} rollouts, {sums['seconds_train']:,.0f} "
+        f"training, {evaluated:,.0f} evaluations",
+        f"- tokens: sampled in training {', '.join(sampled)}; trained "
+        f"{sums['trained_tokens']:,.0f}",
+        f"- calls: {sent}",
+        f"- peak memory: {memory} (first process, since it last started)",
+        f"\nHeld-out accuracy on {asked} questions, with its 95 % interval:\n",
+    ]
     for name, draw in draws(run).items():
         shares = [with_interval(part * asked, asked) for part in ends(lines, f"eval_{name}")]
         page.append(f"- {draw}: {shares[0]} before, {shares[1]} after")
@@ -364,9 +359,6 @@ def report_card(run: Run, lines: list[dict]) -> str:
 
 def commit() -> str:
     """The commit of these files, with "-dirty" behind it if they have been changed since."""
-    line = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:  # there is no git
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+    line = "git describe --always --dirty --exclude='*'"  # by a shell, in case there is no git
+    options = {"cwd": Path(__file__).parent, "shell": True, "capture_output": True, "text": True}
+    return subprocess.run(line, **options).stdout.strip() or "unknown"

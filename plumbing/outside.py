@@ -90,21 +90,23 @@ def environment(
     eval_tools = collect_problem(make_tools, config, "eval", names) or []
     urls = [url for url in config.server.split(",") if url]
     servers = collect_problem(vllm.connect, urls, config.tool_seconds) if config.server else []
-    # The toy's model takes minutes to make, so it is not made for a run that cannot start.
-    if start is None and (not problems or config.model != "toy"):
-        start = collect_problem(start_model, config, base_model)
-    kv_tokens, memory = 0, ""
+    if start is None and config.model != "toy":
+        start = collect_problem(models.find, config.model, config.cache)
+    elif start is None and not problems:  # it takes minutes, in vain for a run that cannot start
+        start = collect_problem(base_model, config.cache, config.seed)
+    plan = None
     if start:
         collect_problem(trainer.check_positions, start, config.longest())
         sizes = {"longest": config.longest(), "world": machine.ranks, "device": machine.device}
         sizes |= {"config": config, "training": training}
-        kv_tokens, memory = collect_problem(trainer.memory_plan, start, **sizes) or (0, "")
+        plan = collect_problem(trainer.memory_plan, start, **sizes)
     problems = list(dict.fromkeys(problems))  # Both splits can have the same problem.
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
         items = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
         raise UserError(f"cannot start, {len(problems)} things are missing: {items}")
+    kv_tokens, memory = plan
     return {
         "start": start,
         "memory": memory,
@@ -190,14 +192,6 @@ def check_machine(config: Config, machine: Machine) -> None:
         raise UserError("--fsdp shards over processes: start with torchrun, or give --no-fsdp")
 
 
-def start_model(config: Config, make: Callable[[str, int], Path]) -> Path | str:
-    """The model to start from. Rank 0 makes the toy's model if the cache lacks it."""
-    if config.model != "toy":
-        return models.find(config.model, config.cache)  # One rank makes it while others wait.
-    processes.on_first_rank(lambda: make(config.cache, config.seed))
-    return make(config.cache, config.seed)  # It is in the cache now.
-
-
 # ------------------------------------------------------------------------------- tools
 
 
@@ -216,13 +210,12 @@ def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> 
     if not names and not extras:
         raise UserError("--tools is empty: at least one of search, scholar, python is needed")
     obstacle = python.available() if "python" in names else None
-    if not obstacle:
-        return names
-    names.remove("python")
-    if config.data != "toy" or not names:
-        raise UserError(f"{obstacle}; leave python out of --tools")
-    if rank == 0:
-        print(f"{obstacle}; going on without Python and its questions", flush=True)
+    if obstacle:
+        names.remove("python")
+        if config.data != "toy" or not names:
+            raise UserError(f"{obstacle}; leave python out of --tools")
+        if rank == 0:
+            print(f"{obstacle}; going on without Python and its questions", flush=True)
     return names
 
 
