@@ -5,7 +5,7 @@ Tests: pytest tests/test_mars.py tests/test_metrics.py
 """
 
 import base64
-import dataclasses
+import importlib
 import itertools
 import math
 import os
@@ -30,7 +30,6 @@ from config import UserError
 from plumbing import folders, pages
 from plumbing.folders import append_lines, as_lines, on_disk, read_lines, write_json, write_whole
 from plumbing.metrics import with_interval
-from plumbing.outside import tracker_init
 from plumbing.start import Run
 from processes import on_first_rank
 from rollout import Context, Sample, Trajectory, Turn
@@ -67,7 +66,7 @@ def settings(run: Run) -> None:
     """Writes what it is called and asks, and its options, which make it resumable, last."""
     about = {"name": run.method.name, "roles": run.method.roles, "questions": run.asked}
     write_json(run.folder / "method.json", about)
-    write_json(run.folder / "config.json", dataclasses.asdict(run.config))
+    write_json(run.folder / "config.json", vars(run.config))
 
 
 def take_back(run: Run, first: int) -> None:
@@ -257,9 +256,9 @@ def start_tracker(run: Run) -> None:
     config = run.config
     if config.track == "none":
         return
-    options = {"project": run.method.name, "name": config.name}
+    options = {"project": run.method.name, "name": config.name, "config": {**vars(config)}}
     try:
-        run.tracker = tracker_init(config.track)(config=dataclasses.asdict(config), **options)
+        run.tracker = importlib.import_module(config.track).init(**options)
     except (Exception, SystemExit) as error:
         problem = f"--track {config.track} cannot start ({reason(error)}); mend that, then --resume"
         raise UserError(problem) from error

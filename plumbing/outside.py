@@ -8,7 +8,7 @@ Tests: pytest tests/test_mars.py tests/test_credit.py
 
 import datetime
 import functools
-import importlib
+import importlib.util
 import os
 import random
 import sys
@@ -80,8 +80,8 @@ def environment(
             problems.append(str(error))
 
     collect_problem(check_machine, config, machine)
-    if training and config.track != "none":
-        collect_problem(tracker_init, config.track)
+    if training and config.track != "none" and not importlib.util.find_spec(config.track):
+        problems.append(f"--track {config.track} needs its package: pip install {config.track}")
     grade = grade or collect_problem(grading.grader, config.grader)
     names = collect_problem(usable_tools, config, machine.rank, more_tools) or []
     pair = collect_problem(questions or training_and_held_out, config, names, training)
@@ -118,14 +118,6 @@ def environment(
         "tools": tools + list(more_tools),
         "eval_tools": eval_tools + list(more_tools),
     }
-
-
-def tracker_init(name: str) -> Callable:
-    """The function that opens a run of trackio or wandb. UserError without its package."""
-    try:
-        return importlib.import_module(name).init
-    except (ImportError, AttributeError):  # A folder of that name would be an empty module.
-        raise UserError(f"--track {name} needs its package: pip install {name}") from None
 
 
 # ------------------------------------------------------------------------------- the machine
