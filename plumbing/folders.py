@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, and the claim of a run's folder.
+"""Files that exist completely or not at all, and the lock on a run's folder.
 
 Tests: pytest tests/test_folders.py
 """
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict:
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Writes beside the target, to the disk, then renames: nobody ever opens half a file."""
+    """Writes and syncs a temporary file, then renames it: nobody ever opens half a file."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with on_disk(f"write {path}"):
         try:
@@ -64,18 +64,18 @@ def write_json(path: Path, value) -> Path:
 
 
 def as_lines(records: list[dict]) -> bytes:
-    """Records as a JSONL file has them."""
+    """The content of a JSONL file with these records."""
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     return "".join(lines).encode("utf-8", "replace")
 
 
 def append_lines(path: Path, records: list[dict]) -> None:
-    """Appends records to a JSONL file, which is made if need be, with its folder."""
+    """Appends records to a JSONL file. Makes the file and its folder if they are missing."""
     with on_disk(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
             file.write(as_lines(records))
-        sync(path)  # a state that counts on these lines is on the disk as well
+        sync(path)  # before a state that refers to these lines is on the disk
 
 
 def rollout_files(run: Path) -> dict[int, Path]:
@@ -89,13 +89,13 @@ def rollout_files(run: Path) -> dict[int, Path]:
 
 
 def resumable(folder: Path, evaluation: bool = False) -> bool:
-    """Whether a run has begun there, or an evaluation (it has a table): its options are written."""
+    """Whether a run, or an evaluation, has begun there. Both have options; this has a table too."""
     table = os.path.exists(folder / "table.json")
     return os.path.exists(folder / "config.json") and table == evaluation
 
 
 def vacant(folder: Path) -> bool:
-    """Whether a run can begin there: nothing is there but what a start leaves if it is killed."""
+    """Whether a run can begin there: it holds at most the files of a start that was killed."""
     if not os.path.lexists(folder):
         return True
     names = {path.name for path in folder.glob("*") if path.suffix != ".part"}
@@ -103,7 +103,7 @@ def vacant(folder: Path) -> bool:
 
 
 def refuse_run(runs: Path, name: str) -> None:
-    """UserError if no run of this name can be made below `runs`; without a name, if none can."""
+    """UserError if `runs` cannot hold a new run of this name, or any new run if it is empty."""
     folder = runs / name
     if name and not vacant(folder):
         more = "add --resume to go on with it, or " if resumable(folder) else ""

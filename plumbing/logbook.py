@@ -1,6 +1,6 @@
-"""What a run writes, as it goes and at its end: its folder's files, lines on the screen, a report.
+"""What a run writes: the files of its folder, lines on the screen, and a report at its end.
 
-Each rank writes its own rollouts, rank 0 all else.
+Each rank writes its own rollouts. Rank 0 writes everything else.
 Tests: pytest tests/test_mars.py tests/test_metrics.py
 """
 
@@ -35,13 +35,13 @@ from processes import on_first_rank
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
 
-MOST_FAILED = 0.5  # share of a step's tool calls, judgements or rollouts; above it a run stops
+MOST_FAILED = 0.5  # a run stops if more of a step's tool calls, judgements or rollouts failed
 
 # ------------------------------------------------------------------------------ the run's folder
 
 
 def open_folder(run: Run) -> int:
-    """Fills the run's folder, or takes up its newest whole state; returns the first step to do."""
+    """Prepares the folder of a new or a resumed run. Returns the number of the first step to do."""
     state = trainer.newest(run.folder) if run.config.resume else None
     first = state[0] if state else 0
 
@@ -54,28 +54,28 @@ def open_folder(run: Run) -> int:
             take_back(run, first)
 
     on_first_rank(fill)
-    if run.config.resample:  # the steps before have taken so many questions more from the stream
+    if run.config.resample:  # earlier steps took this many batches more from the stream
         lines = read_lines(run.folder / "metrics.jsonl")
         run.resampled = sum(line["resampled"] for line in lines if line["step"] < first)
-    if run.config.needs_start():  # after the options, without which no run could go on
+    if run.config.needs_start():  # after the options, because a run cannot be resumed without them
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     return first
 
 
 def settings(run: Run) -> None:
-    """Writes what it is called and asks, and its options, which make it resumable, last."""
+    """Writes method.json, then config.json. The latter makes the run resumable."""
     about = {"name": run.method.name, "roles": run.method.roles, "questions": run.asked}
     write_json(run.folder / "method.json", about)
     write_json(run.folder / "config.json", vars(run.config))
 
 
 def take_back(run: Run, first: int) -> None:
-    """Removes what was written by steps that will be done again, and the report."""
+    """Removes the report, and all lines and files of steps that will be done again."""
     path = run.folder / "metrics.jsonl"
-    append_lines(path, [])  # where there is none yet
+    append_lines(path, [])  # makes the file if it does not exist
     write_whole(path, as_lines([line for line in read_lines(path) if line["step"] < first]))
     files = folders.rollout_files(run.folder)
-    # The last evaluation of a run that goes on stays, for it will not be made again.
+    # A run that had ended here was evaluated. Unless this is a regular place, it is not again.
     if first in files and first % run.config.eval_every:
         evaluated = [one for one in read_lines(files[first]) if one["split"] == "eval"]
         write_whole(files.pop(first), as_lines(evaluated))
@@ -89,8 +89,7 @@ def write(
 ) -> None:
     """Appends trajectories to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl.
 
-    Ranks write in turn: where pages are long, all records together would take gigabytes of the
-    first one's memory.
+    Ranks write in turn. If rank 0 wrote all records, long pages would take gigabytes of its memory.
     """
     records = [record(trajectory, run.chat, step, split) for trajectory in trajectories]
     for rank in range(run.ranks):
@@ -108,10 +107,10 @@ def write(
 
 
 def remove_states(run: Run) -> None:
-    """Removes old states. The best one is known by metrics.jsonl.
+    """Removes old states. The accuracies in metrics.jsonl say which state is the best one.
 
-    A step's line has the evaluation of the weights that the step began with, whose state is on the
-    disk. The last line also has the one of the weights that it ends with.
+    A step's line has the evaluation of the weights before the step, whose state is on the disk. The
+    run's last line also has the evaluation of the final weights.
     """
     lines = read_lines(run.folder / "metrics.jsonl")
     keys = [(f"eval_step{end}", f"eval_accuracy{end}") for end in ("_before", "")]
@@ -146,7 +145,7 @@ def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
 
 
 def pieces(sample: Sample) -> list[list[int]]:
-    """A sample's token ids: those given, those sampled, and so on in turn."""
+    """A sample's token ids in pieces, given and sampled ones in turn."""
     cut = itertools.groupby(zip(sample.mask, sample.tokens), key=lambda pair: pair[0])
     return [[token for _, token in pairs] for _, pairs in cut]
 
@@ -233,8 +232,8 @@ def print_line(run: Run, line: str) -> None:
 # ------------------------------------------------------------------------- what ends a run at once
 
 
-def check_failure_rate(told: dict, what: str) -> None:
-    """UserError when `told`, the metrics of `what`, has a share above MOST_FAILED."""
+def check_failure_rate(metrics: dict, what: str) -> None:
+    """UserError if a share of failures in `metrics`, those of `what`, is above MOST_FAILED."""
     kinds = {
         "tool_error_share": "tool calls",
         "unread_share": "pages",
@@ -242,9 +241,10 @@ def check_failure_rate(told: dict, what: str) -> None:
         "lost_share": "trajectories",
     }
     for name, kind in kinds.items():
-        if told[name] > MOST_FAILED:
+        share = metrics[name]
+        if share > MOST_FAILED:
             raise UserError(
-                f"{told[name]:.0%} of the {kind} of {what} failed; the reasons stand in rollouts/"
+                f"{share:.0%} of the {kind} of {what} failed; rollouts/ has the reasons"
             )
 
 
@@ -252,7 +252,7 @@ def check_failure_rate(told: dict, what: str) -> None:
 
 
 def start_tracker(run: Run) -> None:
-    """Opens a run of the tracker, a new one where a run is resumed. UserError if it cannot."""
+    """Opens a run of the tracker, a new one if the run is resumed. UserError if that fails."""
     config = run.config
     if config.track == "none":
         return
@@ -265,7 +265,7 @@ def start_tracker(run: Run) -> None:
 
 
 def track(run: Run, metrics: dict) -> None:
-    """Sends a line's numbers. A tracker that fails is given up: metrics.jsonl holds everything."""
+    """Sends a line's numbers. A tracker that fails is not used again: metrics.jsonl has all."""
     if run.tracker is None:
         return
     numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
@@ -284,13 +284,13 @@ def summary(run: Run) -> None:
     if run.rank:
         return
     lines = read_lines(run.folder / "metrics.jsonl")
-    if "eval_step" not in (lines or [{}])[-1]:  # where the end result stands
+    if "eval_step" not in (lines or [{}])[-1]:  # it holds the final evaluation
         raise UserError(f"{run.folder / 'metrics.jsonl'} is damaged: its last line is missing")
     _, steps = ends(lines, "eval_step")
     for name, draw in draws(run).items():
         before, after = ends(lines, f"eval_{name}")
         print(f"held-out accuracy, {draw}: {before:.3f} before, {after:.3f} after {steps} steps")
-    if not (run.folder / "report.md").exists():  # not where a finished run is only looked at
+    if not (run.folder / "report.md").exists():  # a finished run keeps its report
         write_whole(run.folder / "report.md", report_card(run, lines).encode())
     from plumbing import curves  # loads matplotlib
 
@@ -303,12 +303,12 @@ def summary(run: Run) -> None:
 
 
 def draws(run: Run) -> dict[str, str]:
-    """How held-out answers are drawn: the name in metrics.jsonl, and in words."""
+    """The name in metrics.jsonl -> how held-out answers are drawn, in words."""
     return {"accuracy": f"temperature {run.config.temperature:g}", "greedy": "greedy"}
 
 
 def ends(lines: list[dict], key: str) -> tuple:
-    """A key in the first evaluation and in the last one; None where it was not logged."""
+    """A key's values in the first and in the last evaluation. None if it was not logged."""
     found = [line for line in lines if "eval_step" in line]
     # A run of one step has both evaluations in one line.
     first = found[0].get(f"{key}_before", found[0].get(key))
@@ -316,7 +316,7 @@ def ends(lines: list[dict], key: str) -> tuple:
 
 
 def report_card(run: Run, lines: list[dict]) -> str:
-    """A page on the run, in Markdown: how it was made, what it took, what came of it."""
+    """A page on the run in Markdown: its command, its costs, its accuracies."""
     sums = Counter()
     for line in lines:
         sums.update({key: value for key, value in line.items() if isinstance(value, (int, float))})

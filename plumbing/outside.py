@@ -1,7 +1,7 @@
 """What a run needs from outside: this machine, tools, questions, servers, the model to start from.
 
-`environment` looks at all of it before any work and names all that is missing in one sentence. The
-choice between the toy and the real world is made here.
+`environment` checks all of this before any work, and one sentence names everything that is missing.
+It also chooses between the toy and the real world.
 
 Tests: pytest tests/test_mars.py tests/test_credit.py
 """
@@ -41,12 +41,12 @@ GPU_PATIENCE = datetime.timedelta(minutes=30)
 
 @dataclass
 class Machine:
-    """This process's place."""
+    """The device and the rank of this process."""
 
     device: torch.device
     rank: int
     ranks: int
-    bf16: bool  # the arithmetic of sampler and trainer, else fp32
+    bf16: bool  # whether sampler and trainer compute in bf16; else in fp32
 
     @property
     def dtype(self) -> torch.dtype:
@@ -243,8 +243,8 @@ def training_and_held_out(
 ) -> tuple[Callable[[int], Question] | None, list[Question]]:
     """The endless stream of training questions, and the held-out ones.
 
-    The held-out ones are --eval_data. Without it they are drawn from --data, and the others of
-    --data are trained on. Without training there are only held-out ones.
+    The held-out ones are --eval_data. Without it they are drawn from --data, and training has the
+    rest of --data. Without training there are only held-out questions.
     """
     if config.data == "toy":
         # --tools removes tools but not their questions, so that accuracies can be compared. Only
@@ -285,7 +285,7 @@ class Questions:
         return self.loaded[self.order(epoch)[place]]
 
     def draw(self, epoch: int) -> list[int]:
-        """An epoch's order. In each part of it every set has about its share of the epoch.
+        """An epoch's order of questions. Each part of it has about the same share of every set.
 
         A set's questions have equal distances. The place of its first question is random, so that
         a set of one question may come anywhere. In a fully random order a step once had six
