@@ -89,7 +89,7 @@ def rollout_files(run: Path) -> dict[int, Path]:
 
 
 def resumable(folder: Path, evaluation: bool = False) -> bool:
-    """Whether a run, or an evaluation, has begun there. Both have options; this has a table too."""
+    """Whether a run, or an evaluation, has begun there: only an evaluation has a table."""
     table = os.path.exists(folder / "table.json")
     return os.path.exists(folder / "config.json") and table == evaluation
 
@@ -103,7 +103,7 @@ def vacant(folder: Path) -> bool:
 
 
 def refuse_run(runs: Path, name: str) -> None:
-    """UserError if `runs` cannot hold a new run of this name, or any new run if it is empty."""
+    """UserError if no run can begin at runs/name. An empty name stands for any free one."""
     folder = runs / name
     if name and not vacant(folder):
         more = "add --resume to go on with it, or " if resumable(folder) else ""
@@ -117,10 +117,10 @@ def refuse_run(runs: Path, name: str) -> None:
 def make(folder: Path) -> bool:
     """Makes a folder and its parents; returns False if a run or something else has its name."""
     with on_disk(f"make {folder}"):
-        if vacant(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            return True
-    return False
+        if not vacant(folder):
+            return False
+        folder.mkdir(parents=True, exist_ok=True)
+    return True
 
 
 def lock(folder: Path) -> IO | None:

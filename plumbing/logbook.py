@@ -75,7 +75,7 @@ def take_back(run: Run, first: int) -> None:
     append_lines(path, [])  # makes the file if it does not exist
     write_whole(path, as_lines([line for line in read_lines(path) if line["step"] < first]))
     files = folders.rollout_files(run.folder)
-    # A run that had ended here was evaluated. Unless this is a regular place, it is not again.
+    # A run that had ended here wrote its final evaluation, which the resumed run does not repeat.
     if first in files and first % run.config.eval_every:
         evaluated = [one for one in read_lines(files[first]) if one["split"] == "eval"]
         write_whole(files.pop(first), as_lines(evaluated))
