@@ -23,14 +23,13 @@ Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import trainer
@@ -276,11 +275,17 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     if text is not None:
         return answer(run, text)
+    sys.stdin.reconfigure(errors="surrogateescape")  # `answer` refuses such a line
+    prompt = "> " if sys.stdin.isatty() else ""
     stopped = False
-    for line in filter(str.strip, typed_lines()):
+    while True:
         try:
-            answer(run, line)
-            stopped = False
+            line = input(prompt)
+            if line.strip():
+                answer(run, line)
+                stopped = False
+        except EOFError:
+            return
         except UserError as error:  # the next question may be a better one
             fail(error)
         except KeyboardInterrupt as error:
@@ -289,15 +294,6 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
                 raise
             stopped = True
             print("stopped; Ctrl-C once more ends", flush=True)
-
-
-def typed_lines() -> Iterator[str]:
-    """The lines of standard input. On a terminal each is asked for."""
-    sys.stdin.reconfigure(errors="surrogateescape")  # `answer` refuses such a line
-    prompt = "> " if sys.stdin.isatty() else ""
-    with contextlib.suppress(EOFError):
-        while True:
-            yield input(prompt)
 
 
 def answer(run: Run, text: str) -> None:
