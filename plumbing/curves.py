@@ -1,7 +1,7 @@
 """curves.png and diagnostics.png: what a run logged, over its steps.
 
-The first has the two panels that everybody looks at; a quantity that was never logged leaves its
-panel empty. Whoever draws imports this file only then: matplotlib is slow to load.
+The first file has the two most important panels. A quantity that was never logged leaves its panel
+empty. Import this file only where something is drawn, because matplotlib is slow to load.
 Tests: pytest tests/test_view.py
 """
 
@@ -103,7 +103,7 @@ def draw(
 def points(lines: list[dict], key: str) -> list[tuple[int, float]]:
     """(x, value) wherever a key was logged; x is the number of steps done before it was measured.
 
-    The last line of a run holds its last evaluation, and maybe one from before that step.
+    A run's last line holds the final evaluation, and perhaps also the one before its step.
     """
     if not key.startswith("eval_"):
         return [(line["step"], line[key]) for line in lines if line.get(key) is not None]

@@ -23,14 +23,13 @@ Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import trainer
@@ -145,11 +144,6 @@ def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
     run.folder = Path(config.runs) / config.name
     finished = from_first_rank(on_first_rank(lambda: open_files(run, begun)))
 
-    def has_answer(question: Question) -> bool:
-        return bool(question.golden_answers) or "grade" in additions
-
-    grade = run.grade
-    run.grade = lambda question, answer: grade(question, answer) if has_answer(question) else 0.0
     batch = [(i, question) for i, question in enumerate(run.eval_questions) if i not in finished]
     batch = batch[run.rank :: run.ranks]
     size = max(1, BATCH // config.group)
@@ -157,7 +151,7 @@ def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
     for first in range(0, len(batch), size):
         part = batch[first : first + size]
         trajectories = play_batch(run, part, config.group, run.eval_tools, **options)
-        lines = [attempt_record(run, t, has_answer(t.question)) for t in trajectories]
+        lines = [attempt_record(run, t, "grade" in additions) for t in trajectories]
         folders.append_lines(run.folder / "rollouts" / f"step_{run.rank}.jsonl", lines)
     sum_over_ranks({})  # waits until all ranks have written
     on_first_rank(lambda: report(run))
@@ -168,7 +162,7 @@ def open_files(run: Run, begun: bool) -> set[int]:
     if begun:
         refuse_other_questions(run.folder, run.asked)
     else:
-        folders.write_json(run.folder / "table.json", [])  # so that nobody takes it for a run
+        folders.write_json(run.folder / "table.json", [])  # marks the folder as an evaluation
         logbook.settings(run)
     done = set()
     for path in folders.rollout_files(run.folder).values():
@@ -180,9 +174,10 @@ def open_files(run: Run, begun: bool) -> set[int]:
     return done
 
 
-def attempt_record(run: Run, trajectory: Trajectory, known: bool) -> dict:
-    """The line of an attempt in rollouts/. `known`: whether the right answer is known."""
+def attempt_record(run: Run, trajectory: Trajectory, own_grader: bool) -> dict:
+    """The line of an attempt in rollouts/. A method's own grader needs no golden answers."""
     record = logbook.record(trajectory, run.chat, 0, "eval")
+    known = own_grader or bool(trajectory.question.golden_answers)
     record |= {"index": trajectory.question_index, "known": known, "sums": local_sums([trajectory])}
     return record if known else record | {"reward": None}
 
@@ -280,11 +275,17 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     if text is not None:
         return answer(run, text)
+    sys.stdin.reconfigure(errors="surrogateescape")  # `answer` refuses such a line
+    prompt = "> " if sys.stdin.isatty() else ""
     stopped = False
-    for line in filter(str.strip, typed_lines()):
+    while True:
         try:
-            answer(run, line)
-            stopped = False
+            line = input(prompt)
+            if line.strip():
+                answer(run, line)
+                stopped = False
+        except EOFError:
+            return
         except UserError as error:  # the next question may be a better one
             fail(error)
         except KeyboardInterrupt as error:
@@ -293,15 +294,6 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
                 raise
             stopped = True
             print("stopped; Ctrl-C once more ends", flush=True)
-
-
-def typed_lines() -> Iterator[str]:
-    """The lines of standard input. On a terminal each is asked for."""
-    sys.stdin.reconfigure(errors="surrogateescape")  # `answer` refuses such a line
-    prompt = "> " if sys.stdin.isatty() else ""
-    with contextlib.suppress(EOFError):
-        while True:
-            yield input(prompt)
 
 
 def answer(run: Run, text: str) -> None:

@@ -1,9 +1,8 @@
-"""Files and folders that are there whole or not at all, and the claim of a run's folder.
+"""Files that exist completely or not at all, and the lock on a run's folder.
 
 Tests: pytest tests/test_folders.py
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -40,25 +39,19 @@ def read_lines(path: Path) -> list[dict]:
 def read_json(path: Path) -> dict:
     """The object in a JSON file, such as a run's config.json."""
     try:
-        made = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(made, dict):
-            raise ValueError("it holds no object")
-        return made
-    except (OSError, ValueError, RecursionError) as error:
+        return {**json.loads(path.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError, RecursionError) as error:  # TypeError: no object
         raise UserError(f"cannot read {path} ({reason(error)}): it is missing or damaged") from None
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Writes beside the target, to the disk, then renames: nobody ever opens half a file."""
+    """Writes and syncs a temporary file, then renames it: nobody ever opens half a file."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with on_disk(f"write {path}"):
         try:
-            with open(part, "wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # so `remove_parts` sees that somebody writes it
-                file.write(content)
-                file.flush()
-                sync(part)
-                os.replace(part, path)
+            part.write_bytes(content)
+            sync(part)
+            os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
     return path
@@ -71,18 +64,18 @@ def write_json(path: Path, value) -> Path:
 
 
 def as_lines(records: list[dict]) -> bytes:
-    """Records as a JSONL file has them."""
+    """The content of a JSONL file with these records."""
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     return "".join(lines).encode("utf-8", "replace")
 
 
 def append_lines(path: Path, records: list[dict]) -> None:
-    """Appends records to a JSONL file, which is made if need be, with its folder."""
+    """Appends records to a JSONL file. Makes the file and its folder if they are missing."""
     with on_disk(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
             file.write(as_lines(records))
-        sync(path)  # a state that counts on these lines is on the disk as well
+        sync(path)  # before a state that refers to these lines is on the disk
 
 
 def rollout_files(run: Path) -> dict[int, Path]:
@@ -96,13 +89,13 @@ def rollout_files(run: Path) -> dict[int, Path]:
 
 
 def resumable(folder: Path, evaluation: bool = False) -> bool:
-    """Whether a run has begun there, or an evaluation (it has a table): its options are written."""
+    """Whether a run, or an evaluation, has begun there: only an evaluation has a table."""
     table = os.path.exists(folder / "table.json")
     return os.path.exists(folder / "config.json") and table == evaluation
 
 
 def vacant(folder: Path) -> bool:
-    """Whether a run can begin there: nothing is there but what a start leaves if it is killed."""
+    """Whether a run can begin there: it holds at most the files of a start that was killed."""
     if not os.path.lexists(folder):
         return True
     names = {path.name for path in folder.glob("*") if path.suffix != ".part"}
@@ -110,7 +103,7 @@ def vacant(folder: Path) -> bool:
 
 
 def refuse_run(runs: Path, name: str) -> None:
-    """UserError if no run of this name can be made below `runs`; without a name, if none can."""
+    """UserError if no run can begin at runs/name. An empty name stands for any free one."""
     folder = runs / name
     if name and not vacant(folder):
         more = "add --resume to go on with it, or " if resumable(folder) else ""
@@ -122,7 +115,7 @@ def refuse_run(runs: Path, name: str) -> None:
 
 
 def make(folder: Path) -> bool:
-    """Makes a folder, and what it lies in; False if something has its name already."""
+    """Makes a folder and its parents; returns False if a run or something else has its name."""
     with on_disk(f"make {folder}"):
         if not vacant(folder):
             return False
@@ -138,18 +131,9 @@ def lock(folder: Path) -> IO | None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        remove_parts(folder)
+        # What killed processes left of files and of folders (atomic.write_folder).
+        for part in folder.rglob("*.part"):
+            part.unlink(missing_ok=True)
+        for part in [*folder.rglob(".*.writing"), *folder.rglob(".*.former")]:
+            shutil.rmtree(part, ignore_errors=True)
     return file
-
-
-def remove_parts(folder: Path) -> None:
-    """Removes what killed processes left of files and of folders (atomic.write_folder).
-
-    `view.py` may write files now, without a lock.
-    """
-    for part in [*folder.rglob(".*.writing"), *folder.rglob(".*.former")]:
-        shutil.rmtree(part, ignore_errors=True)
-    for part in folder.rglob("*.part"):
-        with open(part, "ab") as file, contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink()

@@ -1,11 +1,11 @@
-"""What a run writes, as it goes and at its end: its folder's files, lines on the screen, a report.
+"""What a run writes: the files of its folder, lines on the screen, and a report at its end.
 
-Each rank writes its own rollouts, rank 0 all else.
+Each rank writes its own rollouts. Rank 0 writes everything else.
 Tests: pytest tests/test_mars.py tests/test_metrics.py
 """
 
 import base64
-import dataclasses
+import importlib
 import itertools
 import math
 import os
@@ -30,19 +30,18 @@ from config import UserError
 from plumbing import folders, pages
 from plumbing.folders import append_lines, as_lines, on_disk, read_lines, write_json, write_whole
 from plumbing.metrics import with_interval
-from plumbing.outside import tracker_init
 from plumbing.start import Run
 from processes import on_first_rank
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
 
-MOST_FAILED = 0.5  # share of a step's tool calls, judgements or rollouts; above it a run stops
+MOST_FAILED = 0.5  # a run stops if more of a step's tool calls, judgements or rollouts failed
 
 # ------------------------------------------------------------------------------ the run's folder
 
 
 def open_folder(run: Run) -> int:
-    """Fills the run's folder, or takes up its newest whole state; returns the first step to do."""
+    """Prepares the folder of a new or a resumed run. Returns the number of the first step to do."""
     state = trainer.newest(run.folder) if run.config.resume else None
     first = state[0] if state else 0
 
@@ -55,35 +54,32 @@ def open_folder(run: Run) -> int:
             take_back(run, first)
 
     on_first_rank(fill)
-    if run.config.resample:  # the steps before have taken so many questions more from the stream
+    if run.config.resample:  # earlier steps took this many batches more from the stream
         lines = read_lines(run.folder / "metrics.jsonl")
         run.resampled = sum(line["resampled"] for line in lines if line["step"] < first)
-    if run.config.needs_start():  # after the options, without which no run could go on
+    if run.config.needs_start():  # after the options, because a run cannot be resumed without them
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     return first
 
 
 def settings(run: Run) -> None:
-    """Writes what it is called and asks, and its options, which make it resumable, last."""
-    told = {"name": run.method.name, "roles": run.method.roles, "questions": run.asked}
-    write_json(run.folder / "method.json", told)
-    write_json(run.folder / "config.json", dataclasses.asdict(run.config))
+    """Writes method.json, then config.json. The latter makes the run resumable."""
+    about = {"name": run.method.name, "roles": run.method.roles, "questions": run.asked}
+    write_json(run.folder / "method.json", about)
+    write_json(run.folder / "config.json", vars(run.config))
 
 
 def take_back(run: Run, first: int) -> None:
-    """Removes what was written by steps that will be done again, and the report."""
+    """Removes the report, and all lines and files of steps that will be done again."""
     path = run.folder / "metrics.jsonl"
-    append_lines(path, [])  # where there is none yet
+    append_lines(path, [])  # makes the file if it does not exist
     write_whole(path, as_lines([line for line in read_lines(path) if line["step"] < first]))
-    files = {
-        step: file for step, file in folders.rollout_files(run.folder).items() if step >= first
-    }
-    # The last evaluation of a run that goes on stays, for it will not be made again.
+    files = folders.rollout_files(run.folder)
+    # A run that had ended here wrote its final evaluation, which the resumed run does not repeat.
     if first in files and first % run.config.eval_every:
-        kept = [one for one in read_lines(files[first]) if one["split"] == "eval"]
-        if kept:
-            write_whole(files.pop(first), as_lines(kept))
-    for file in (run.folder / "report.md", *files.values()):
+        evaluated = [one for one in read_lines(files[first]) if one["split"] == "eval"]
+        write_whole(files.pop(first), as_lines(evaluated))
+    for file in (run.folder / "report.md", *(files[step] for step in files if step >= first)):
         with on_disk(f"remove {file}"):
             file.unlink(missing_ok=True)
 
@@ -93,8 +89,7 @@ def write(
 ) -> None:
     """Appends trajectories to rollouts/step_N.jsonl, and a line of metrics to metrics.jsonl.
 
-    Ranks write in turn: where pages are long, all records together would take gigabytes of the
-    first one's memory.
+    Ranks write in turn. If rank 0 wrote all records, long pages would take gigabytes of its memory.
     """
     records = [record(trajectory, run.chat, step, split) for trajectory in trajectories]
     for rank in range(run.ranks):
@@ -112,10 +107,10 @@ def write(
 
 
 def remove_states(run: Run) -> None:
-    """Removes old states. The best one is known by metrics.jsonl.
+    """Removes old states. The accuracies in metrics.jsonl say which state is the best one.
 
-    A step's line has the evaluation of the weights that the step began with, whose state is on the
-    disk. The last line also has the one of the weights that it ends with.
+    A step's line has the evaluation of the weights before the step, whose state is on the disk. The
+    run's last line also has the evaluation of the final weights.
     """
     lines = read_lines(run.folder / "metrics.jsonl")
     keys = [(f"eval_step{end}", f"eval_accuracy{end}") for end in ("_before", "")]
@@ -150,7 +145,7 @@ def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
 
 
 def pieces(sample: Sample) -> list[list[int]]:
-    """A sample's token ids: those given, those sampled, and so on in turn."""
+    """A sample's token ids in pieces, given and sampled ones in turn."""
     cut = itertools.groupby(zip(sample.mask, sample.tokens), key=lambda pair: pair[0])
     return [[token for _, token in pairs] for _, pairs in cut]
 
@@ -184,19 +179,17 @@ def reader_record(reader: Context, chat: Format) -> dict:
     """A context that a turn opened: what it was given and wrote, and its turns if any."""
     sample = reader.sample
     prompt = [*sample.mask, True].index(True)  # a reader whose server was lost wrote nothing
-    made = {
+    turns = {"turns": [turn_record(turn, chat) for turn in reader.turns]} if reader.turns else {}
+    return {
         "role": reader.role,
         "prompt": chat.text(sample.tokens[:prompt]),
         "note": chat.text(sample.tokens[prompt:]),
         "ids": packed(sample),
         "advantage": sample.advantage,
         "drawn": sample.loss_weight,
+        **(vars(reader.chunk) if reader.chunk else {}),
+        **turns,
     }
-    if reader.chunk:
-        made |= vars(reader.chunk)
-    if reader.turns:
-        made["turns"] = [turn_record(turn, chat) for turn in reader.turns]
-    return made
 
 
 # ------------------------------------------------------------------------------ lines on the screen
@@ -239,8 +232,8 @@ def print_line(run: Run, line: str) -> None:
 # ------------------------------------------------------------------------- what ends a run at once
 
 
-def check_failure_rate(told: dict, what: str) -> None:
-    """UserError when `told`, the metrics of `what`, has a share above MOST_FAILED."""
+def check_failure_rate(metrics: dict, what: str) -> None:
+    """UserError if a share of failures in `metrics`, those of `what`, is above MOST_FAILED."""
     kinds = {
         "tool_error_share": "tool calls",
         "unread_share": "pages",
@@ -248,9 +241,10 @@ def check_failure_rate(told: dict, what: str) -> None:
         "lost_share": "trajectories",
     }
     for name, kind in kinds.items():
-        if told[name] > MOST_FAILED:
+        share = metrics[name]
+        if share > MOST_FAILED:
             raise UserError(
-                f"{told[name]:.0%} of the {kind} of {what} failed; the reasons stand in rollouts/"
+                f"{share:.0%} of the {kind} of {what} failed; rollouts/ has the reasons"
             )
 
 
@@ -258,20 +252,20 @@ def check_failure_rate(told: dict, what: str) -> None:
 
 
 def start_tracker(run: Run) -> None:
-    """Opens a run of the tracker, a new one where a run is resumed. UserError if it cannot."""
+    """Opens a run of the tracker, a new one if the run is resumed. UserError if that fails."""
     config = run.config
     if config.track == "none":
         return
-    options = {"project": run.method.name, "name": config.name}
+    options = {"project": run.method.name, "name": config.name, "config": {**vars(config)}}
     try:
-        run.tracker = tracker_init(config.track)(config=dataclasses.asdict(config), **options)
+        run.tracker = importlib.import_module(config.track).init(**options)
     except (Exception, SystemExit) as error:
-        said = f"--track {config.track} cannot start ({reason(error)})"
-        raise UserError(f"{said}; mend that, then --resume") from error
+        problem = f"--track {config.track} cannot start ({reason(error)}); mend that, then --resume"
+        raise UserError(problem) from error
 
 
 def track(run: Run, metrics: dict) -> None:
-    """Sends a line's numbers. A tracker that fails is given up: metrics.jsonl holds everything."""
+    """Sends a line's numbers. A tracker that fails is not used again: metrics.jsonl has all."""
     if run.tracker is None:
         return
     numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
@@ -290,13 +284,13 @@ def summary(run: Run) -> None:
     if run.rank:
         return
     lines = read_lines(run.folder / "metrics.jsonl")
-    if "eval_step" not in (lines or [{}])[-1]:  # where the end result stands
+    if "eval_step" not in (lines or [{}])[-1]:  # it holds the final evaluation
         raise UserError(f"{run.folder / 'metrics.jsonl'} is damaged: its last line is missing")
     _, steps = ends(lines, "eval_step")
     for name, draw in draws(run).items():
         before, after = ends(lines, f"eval_{name}")
         print(f"held-out accuracy, {draw}: {before:.3f} before, {after:.3f} after {steps} steps")
-    if not (run.folder / "report.md").exists():  # not where a finished run is only looked at
+    if not (run.folder / "report.md").exists():  # a finished run keeps its report
         write_whole(run.folder / "report.md", report_card(run, lines).encode())
     from plumbing import curves  # loads matplotlib
 
@@ -309,12 +303,12 @@ def summary(run: Run) -> None:
 
 
 def draws(run: Run) -> dict[str, str]:
-    """How held-out answers are drawn: the name in metrics.jsonl, and in words."""
+    """The name in metrics.jsonl -> how held-out answers are drawn, in words."""
     return {"accuracy": f"temperature {run.config.temperature:g}", "greedy": "greedy"}
 
 
 def ends(lines: list[dict], key: str) -> tuple:
-    """A key in the first evaluation and in the last one; None where it was not logged."""
+    """A key's values in the first and in the last evaluation. None if it was not logged."""
     found = [line for line in lines if "eval_step" in line]
     # A run of one step has both evaluations in one line.
     first = found[0].get(f"{key}_before", found[0].get(key))
@@ -322,36 +316,36 @@ def ends(lines: list[dict], key: str) -> tuple:
 
 
 def report_card(run: Run, lines: list[dict]) -> str:
-    """A page on the run, in Markdown: how it was made, what it took, what came of it."""
+    """A page on the run in Markdown: its command, its costs, its accuracies."""
     sums = Counter()
     for line in lines:
         sums.update({key: value for key, value in line.items() if isinstance(value, (int, float))})
     evaluated = sums["seconds_eval"] + sums["seconds_eval_before"]
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; macOS counts bytes
-    held *= 1 if sys.platform == "darwin" else 1024
-    memory = f"{held / 2**30:.1f} GiB"
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
+    memory = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.1f} GiB"
     if run.device.type == "cuda":
         machine = torch.cuda.get_device_name(run.device)
         memory += f", {torch.cuda.max_memory_allocated(run.device) / 2**30:.1f} GiB on the GPU"
     calls = sum((Counter(line.get("service_calls")) for line in lines), Counter())
     sampled = [f"{sums[f'{role}_tokens']:,.0f} by {role}" for role in run.method.roles]
-    facts = {
-        "command": f"`{shlex.join(['python', *sys.orig_argv[1:]])}`",
-        "commit": commit(),
-        "machine": f"{machine}, {run.ranks} process(es)",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}",
-        "seconds": f"{sums['seconds_rollout']:,.0f} rollouts, {sums['seconds_train']:,.0f} "
-        f"training, {evaluated:,.0f} evaluations",
-        "tokens": f"sampled in training {', '.join(sampled)}; trained "
-        f"{sums['trained_tokens']:,.0f}",
-        "calls": ", ".join(f"{calls[site]:,} to {site}" for site in sorted(calls)) or "none sent",
-        "peak memory": f"{memory} (first process, since it last started)",
-    }
-    page = [f"# Run {run.config.name}", "", *(f"- {name}: {said}" for name, said in facts.items())]
+    sent = ", ".join(f"{calls[site]:,} to {site}" for site in sorted(calls)) or "none sent"
     asked = len(run.eval_questions)
-    page += ["", f"Held-out accuracy on {asked} questions, with its 95 % interval:", ""]
+    page = [
+        f"# Run {run.config.name}\n",
+        f"- command: `{shlex.join(['python', *sys.orig_argv[1:]])}`",
+        f"- commit: {commit()}",
+        f"- machine: {machine}, {run.ranks} process(es)",
+        f"- versions: Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        f"- seconds: {sums['seconds_rollout']:,.0f} rollouts, {sums['seconds_train']:,.0f} "
+        f"training, {evaluated:,.0f} evaluations",
+        f"- tokens: sampled in training {', '.join(sampled)}; trained "
+        f"{sums['trained_tokens']:,.0f}",
+        f"- calls: {sent}",
+        f"- peak memory: {memory} (first process, since it last started)",
+        f"\nHeld-out accuracy on {asked} questions, with its 95 % interval:\n",
+    ]
     for name, draw in draws(run).items():
         shares = [with_interval(part * asked, asked) for part in ends(lines, f"eval_{name}")]
         page.append(f"- {draw}: {shares[0]} before, {shares[1]} after")
@@ -364,9 +358,6 @@ def report_card(run: Run, lines: list[dict]) -> str:
 
 def commit() -> str:
     """The commit of these files, with "-dirty" behind it if they have been changed since."""
-    line = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(line, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:  # there is no git
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+    line = "git describe --always --dirty --exclude='*'"  # by a shell, in case there is no git
+    options = {"cwd": Path(__file__).parent, "shell": True, "capture_output": True, "text": True}
+    return subprocess.run(line, **options).stdout.strip() or "unknown"

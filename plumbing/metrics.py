@@ -1,4 +1,4 @@
-"""What trajectories and updates add up to, over all ranks: the numbers of metrics.jsonl.
+"""The numbers of metrics.jsonl: sums over the trajectories and updates of all ranks.
 
 Means of an update are over live tokens: those with a weight in the loss. A rollout's log-probs are
 means over all sampled tokens.
@@ -35,12 +35,12 @@ def differing(trajectories: list[Trajectory]) -> dict[int, bool]:
 
 
 def rollout_sums(trajectories: list[Trajectory]) -> Counter:
-    """What a batch of trajectories adds up to, over all ranks."""
+    """The sums of a batch of trajectories, over all ranks."""
     return sum_over_ranks(local_sums(trajectories))
 
 
 def local_sums(trajectories: list[Trajectory]) -> Counter:
-    """What this rank's trajectories add up to."""
+    """The sums of this rank's trajectories."""
     sums = Counter()
     for trajectory in trajectories:
         answered = trajectory.answer is not None
@@ -84,7 +84,7 @@ def local_sums(trajectories: list[Trajectory]) -> Counter:
 
 
 def failures(s: Counter) -> dict[str, float]:
-    """What the outside world did not do, from the sums of some trajectories."""
+    """The failures of the outside world, from the sums of some trajectories."""
     return {
         "tool_error_share": ratio(s["failed"], s["calls"]),
         "unread_share": ratio(s["unread"], s["documents"]),
@@ -95,7 +95,7 @@ def failures(s: Counter) -> dict[str, float]:
 
 
 def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: float) -> dict:
-    """The step's line in metrics.jsonl, as far as the rollouts tell."""
+    """The part of a step's line in metrics.jsonl that comes from the rollouts."""
     s = rollout_sums(trajectories)
     metrics = {
         "reward": s["reward"] / s["graded"] if s["graded"] else None,
@@ -148,7 +148,7 @@ def owned_by(batch: MicroBatch, owners: list[int]) -> torch.Tensor:
 def update_metrics(
     scored: list[tuple[MicroBatch, dict, list[Sample]]], roles: Iterable[str]
 ) -> dict:
-    """The step's line in metrics.jsonl, as far as the update tells.
+    """The part of a step's line in metrics.jsonl that comes from the update.
 
     `scored`: this rank's micro-batches with the loss's stats, and the samples that they point into.
     A role's entropy is that of the distributions that its live tokens were drawn from; None if it
@@ -205,10 +205,11 @@ def wilson_interval(correct: float, total: float) -> tuple[float, float]:
 
 
 def clustered_interval(means: Sequence[float], attempts: int) -> tuple[float, float]:
-    """The 95 % interval of the mean of `means`, which are those of questions' `attempts` each.
+    """The 95 % interval of the mean of `means`: one for each question, over its `attempts`.
 
-    Attempts at one question resemble each other. The variance of the questions' means says how many
-    independent answers, at most all attempts, would be as sure, and Wilson's score takes those.
+    Attempts at one question resemble each other. The variance of the questions' means gives the
+    number of independent answers that are as certain, at most that of all attempts. Wilson's score
+    is computed for that number.
     """
     mean = statistics.fmean(means)
     independent = len(means)  # where no variance can be measured
@@ -226,9 +227,9 @@ def with_interval(right: float, asked: float) -> str:
 def sign_test(gained: int, lost: int) -> float:
     """The two-sided p-value of McNemar's exact test, for two models on the same questions.
 
-    gained: questions that only the second model has right; lost: only the first. Were they equally
-    good, each such question would be either's with probability 1/2; p is then the probability of a
-    split at least as uneven.
+    gained: questions that only the second model has right; lost: only the first. If they were
+    equally good, each would have such a question with probability 1/2. p is the probability of a
+    split that is at least as uneven.
     """
     changed = gained + lost
     as_uneven = sum(math.comb(changed, rarer) for rarer in range(min(gained, lost) + 1))

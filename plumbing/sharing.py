@@ -1,7 +1,7 @@
 """Attempts shared out over the ranks, so that no GPU waits for the one with the longest attempts.
 
-Attempts differ in length by a factor of several. With whole questions for each rank eight simulated
-ranks were busy for 0.77 of a step, in units of four attempts for 0.91 (docs/LOG.md, 2026-11-27).
+Attempts differ several times in length. Eight simulated ranks were busy for 0.77 of a step if each
+had whole questions, and for 0.91 with units of four attempts (docs/LOG.md, 2026-11-27).
 
 Tests: pytest tests/test_rollout.py -k ranks
 """

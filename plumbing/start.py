@@ -75,7 +75,7 @@ def build(
 ) -> Run:
     """A Run; with `training` also its folder, policy, optimizer and reference (for a KL term).
 
-    The folder is made last; without --name its name is the model's. `frozen`: the model that plays
+    The folder is made last. Without --name it gets the model's name. `frozen`: the model that plays
     frozen roles in an evaluation. `language`: makes a toy's format from its tokenizer and the
     tools' names. `additions` are those of `environment`.
     """
@@ -123,7 +123,7 @@ def build(
         samplers |= dict.fromkeys(config.frozen(), make_sampler(sampler_config, first, machine))
     # On a CPU a rerun gives the same bits, however slow the tools are.
     deterministic = machine.device.type == "cpu" and not config.server
-    if training and not config.resume:  # Nothing can be missing now.
+    if training and not config.resume:  # All checks have passed.
         lock = on_first_rank(lambda: new_folder(config, Path(config.model).resolve().name))
         config.name = from_first_rank(config.name)
     run = Run(
@@ -162,8 +162,8 @@ def first_questions(config: Config, question: Callable[[int], Question] | None) 
 def load_models(config: Config, machine: Machine, origin, first, training: bool) -> tuple:
     """The model from `origin`, and from `first` the one that the run began with.
 
-    Only frozen roles and the KL term need the second model. Otherwise it is the first model again.
-    With adapters too: before they are added, or with them off, it is what the run began with.
+    Only frozen roles and the KL term need the second model. Otherwise it is the first model again,
+    with adapters too: without its adapters that model is the one that the run began with.
     """
     # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Trained weights
     # are fp32. All others, such as those beside adapters, have the dtype of the arithmetic.
@@ -271,7 +271,7 @@ def reclaim(config: Config, method: str) -> IO:
 
 
 def refuse_other_questions(folder: Path, fingerprint: str) -> None:
-    """UserError if a resumed run would ask other questions. Its state knows them by number only."""
+    """UserError if a resumed run would ask other questions. A state only stores their numbers."""
     # A run of an older version has no fingerprint.
     if folders.read_json(folder / "method.json").get("questions", fingerprint) != fingerprint:
         raise UserError(
@@ -284,7 +284,7 @@ def refuse_other_questions(folder: Path, fingerprint: str) -> None:
 
 
 def make_sampler(config: Config, model, machine: Machine) -> Sampler:
-    """The sampler, whose pool must hold the longest context in whole pages."""
+    """The sampler. UserError if its pool of whole pages cannot hold the longest context."""
     try:
         sampler = Sampler(
             model,
@@ -307,7 +307,7 @@ def make_sampler(config: Config, model, machine: Machine) -> Sampler:
 def make_remote(
     config: Config, servers: list[vllm.Server], origin: Path | str, model, machine: Machine
 ) -> vllm.Remote:
-    """The servers as a sampler. They must take the longest context, and read the run's folder."""
+    """The servers as a sampler. They read the run's folder and must take the longest context."""
 
     def write(policy_model) -> str:
         weights = Path(config.runs) / config.name / "weights"

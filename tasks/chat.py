@@ -118,21 +118,20 @@ def read_call(body: str, tools: Sequence[Tool], purpose: bool) -> Action:
         return Action(error='The call is no JSON object with "name" and an object "arguments".')
     name = call.get("name")
     tool = next((tool for tool in tools if tool.name == name), None)
+    argument = call["arguments"].get(tool.argument) if tool else None
+    stated = call.get("purpose", call["arguments"].get("purpose"))
     if tool is None:
         listed = ", ".join(tool.name for tool in tools)
         error = f"There is no tool named {json.dumps(name)[:100]}; the tools are: {listed}."
-        return Action(error=error)
-    argument = call["arguments"].get(tool.argument)
-    stated = call.get("purpose", call["arguments"].get("purpose"))
-    if not is_text(argument):
+    elif not is_text(argument):
         error = f'The tool {name} needs the argument "{tool.argument}", a text that is not empty.'
-        return Action(error=error)
-    if not purpose:
+    elif not purpose:
         return Action(call=Call(name, argument))
-    if not is_text(stated):
+    elif is_text(stated):
+        return Action(call=Call(name, argument, stated.strip()))
+    else:
         error = 'The call needs a "purpose": a text that says what to find out from the result.'
-        return Action(error=error)
-    return Action(call=Call(name, argument, stated.strip()))
+    return Action(error=error)
 
 
 def is_text(value) -> bool:
@@ -169,8 +168,6 @@ PREFILL = re.compile(r"<think>(\s*</think>)?\s*\Z")
 # Templates that ask for today's date get this one. Otherwise a run that is resumed tomorrow would
 # have other prompts.
 FIXED_DATE = "{% macro strftime_now(format) %}01 Jan 2026{% endmacro %}"
-
-
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # the model writes these itself
 
 
@@ -209,8 +206,6 @@ class ChatFormat:
         self._find_roles()
         self._find_turns(next(iter(words.prompts.values())), ends)
         self._frames = {role: self._find_frame(prompt) for role, prompt in words.prompts.items()}
-        self._separator = self.encode("\n\n")
-        self._final = self.encode(words.final)
         # The attempts at one question find the same documents, so they are cached.
         self.document = functools.lru_cache(256)(self.document)
 
@@ -291,8 +286,7 @@ class ChatFormat:
     def _round(self, step: str, result: str) -> list[dict]:
         reply = {"role": "tool", "content": result}
         if not self._tool_role:
-            wrapped = f"<tool_response>\n{result}\n</tool_response>"
-            reply = {"role": "user", "content": wrapped}
+            reply = {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
         return [{"role": "assistant", "content": step}, reply]
 
     def _render(self, messages: list[dict], *marks: str) -> list[str]:
@@ -373,12 +367,11 @@ class ChatFormat:
         """
         blocks = [note for note in notes if note]
         if final:
-            blocks.append(self._final)
+            blocks.append(self.encode(self.words.final))
         first, *others = blocks or [self.encode(self.words.no_note)]
-        joined = list(first)
-        for block in others:
-            joined += [*self._separator, *block]
-        return self._result_head + joined + self._result_tail
+        separator = self.encode("\n\n")
+        joined = [token for block in others for token in (*separator, *block)]
+        return [*self._result_head, *first, *joined, *self._result_tail]
 
     def message(self, text: str) -> list[int]:
         """A note in our own words: a correction, a tool's failure, "no results"."""

@@ -57,9 +57,10 @@ def exact_match(answer: str | None, golds: Sequence[str]) -> bool:
 def grader(name: str) -> Callable[[Question, str], float]:
     """The reward of an answer, 0 or 1: "em" is exact match, "judge" asks the environment's judge.
 
-    The judge's may raise ToolError: then there is no reward, not 0.
+    The judge's may raise ToolError: then there is no reward, not 0. A question without golden
+    answers, which only an evaluation has, gets 0 without a call.
     """
     if name == "em":
         return lambda question, answer: float(exact_match(answer, question.golden_answers))
     judge = judge_from_environment()
-    return lambda question, answer: float(judge(question, answer))
+    return lambda question, answer: float(bool(question.golden_answers) and judge(question, answer))

@@ -55,27 +55,21 @@ FIELDS = {
     "confidence": {"type": "integer"},
     "correct": {"type": "string", "enum": ["yes", "no"]},
 }
-SCHEMA = {
-    "type": "object",
-    "properties": FIELDS,
-    "required": list(FIELDS),
-    "additionalProperties": False,
-}
+SCHEMA = {"type": "object", "properties": FIELDS, "required": list(FIELDS)}
+SCHEMA["additionalProperties"] = False
 VERDICT = {"name": "verdict", "strict": True, "schema": SCHEMA}
 LONGEST_RESPONSE = 8000  # characters of it that the judge sees, so that the call does not fail
 
 
 def judge_prompt(question: Question, response: str) -> str:
     """The prompt. The fence is a hash of the response, so that no response can contain its own."""
-    excerpt = response
-    if len(response) > LONGEST_RESPONSE:
-        excerpt = response[:LONGEST_RESPONSE] + "\n(cut here)"
+    excerpt = response[:LONGEST_RESPONSE]
     return PROMPT.format(
         question=question.text,
         any_of="s: any of these lines" if len(question.golden_answers) > 1 else "",
         golds="\n".join(question.golden_answers),
         fence=f"=== {hashlib.sha256(response.encode('utf-8', 'replace')).hexdigest()[:16]} ===",
-        response=excerpt,
+        response=excerpt if excerpt == response else f"{excerpt}\n(cut here)",
     )
 
 
@@ -95,17 +89,15 @@ def judge_from_environment() -> Callable[[Question, str], bool]:
 
     MARS_JUDGE_URL is the base URL, with /v1 if the server has it; MARS_JUDGE_MODEL names the model.
     """
-    required = ("MARS_JUDGE_URL", "MARS_JUDGE_MODEL")
-    missing = [name for name in required if not os.environ.get(name)]
-    if missing:
-        raise UserError(f"the judge needs {' and '.join(missing)} in the environment")
-    url = check_base_url("MARS_JUDGE_URL", os.environ["MARS_JUDGE_URL"]) + "/chat/completions"
+    address, model = os.environ.get("MARS_JUDGE_URL"), os.environ.get("MARS_JUDGE_MODEL")
+    if not address or not model:
+        raise UserError("the judge needs MARS_JUDGE_URL and MARS_JUDGE_MODEL in the environment")
+    url = check_base_url("MARS_JUDGE_URL", address) + "/chat/completions"
     headers = {}
     # The key of another service is never sent to this URL.
     if os.environ.get("MARS_JUDGE_API_KEY", "").strip():
         headers["Authorization"] = f"Bearer {key_of('MARS_JUDGE_API_KEY')}"
     client = Client(cache=None, timeout=120.0, tries=3)
-    model = os.environ["MARS_JUDGE_MODEL"]
     # Some servers refuse some of these fields. The prompt also describes the schema in words.
     options = {
         "temperature": 0,

@@ -89,10 +89,10 @@ def load_questions(spec: str, *, limit: int | None = None, seed: int = 0) -> lis
     if len(sets) > 1:
         for name, questions in sets.items():
             sets[name] = [replace(q, id=f"{name}/{q.id}") for q in questions]
-    if len(sets) == 1 or not any(weights.values()):
-        joined = [question for questions in sets.values() for question in questions]
-        return draw(joined, limit or len(joined), f"{seed}")
-    return mix(sets, {name: weight or 1.0 for name, weight in weights.items()}, limit, seed)
+        if any(weights.values()):
+            return mix(sets, {name: w or 1.0 for name, w in weights.items()}, limit, seed)
+    joined = sum(sets.values(), [])
+    return draw(joined, limit or len(joined), f"{seed}")
 
 
 def read_item(item: str) -> tuple[str, float | None]:
@@ -184,15 +184,16 @@ def from_hub(address: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
 
-    owner, repository, file = (address.split("/", 2) + ["", ""])[:3]
+    *repository, file = address.split("/", 2)
     try:
-        return Path(hf_hub_download(f"{owner}/{repository}", file, repo_type="dataset"))
+        return Path(hf_hub_download("/".join(repository), file, repo_type="dataset"))
     except (OSError, ValueError, EntryNotFoundError, httpx2.HTTPError) as error:
         advice = "check the name (OWNER/REPO/path) and the network"
         if isinstance(error, GatedRepoError):
             advice = "accept its terms on the hub and set HF_TOKEN"
-        problem = f"cannot get {address:.200} from the hub ({reason(error)})"
-        raise UserError(f"{problem}: {advice}") from error
+        raise UserError(
+            f"cannot get {address:.200} from the hub ({reason(error)}): {advice}"
+        ) from error
 
 
 def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
@@ -222,11 +223,9 @@ def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
             if not row.strip():
                 continue
             try:
-                row = json.loads(row)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{name}, line {number}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{name}, line {number}: not a JSON object")
+                row = {**json.loads(row)}
+            except (ValueError, TypeError, RecursionError) as error:  # TypeError: no object
+                raise UserError(f"{name}, line {number}: not a JSON object ({error})") from error
         yield number, row
 
 

@@ -99,6 +99,7 @@ def test_the_judge_is_asked_by_schema(server, environment):
     server.replies = [says(completion(fields())), says(completion(fields("no")))]
     grade = grader("judge")
     assert (grade(QUESTION, "It is 42."), grade(QUESTION, ADDRESSED)) == (1.0, 0.0)
+    assert grade(Question("2", "Why?", (), "test"), "42") == 0.0  # the server is not asked
     (method, path, headers, body), _ = server.requests
     assert (method, path) == ("POST", "/v1/chat/completions")
     assert headers["authorization"] == "Bearer its-own-key"

@@ -705,7 +705,7 @@ def test_an_hour_or_ten_steps_do_not_pass_without_a_state(
 
 def test_a_tracked_run_goes_on_without_its_tracker(trained, base, copied, monkeypatch, capsys):
     """The tracker changes no number of the run."""
-    tracker = Mock()
+    tracker = Mock(__spec__="found")
     log = tracker.init.return_value.log
     log.side_effect = [None, ConnectionError("the network is away")]
     monkeypatch.setitem(sys.modules, "trackio", tracker)

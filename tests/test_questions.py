@@ -56,7 +56,7 @@ def test_merged_sets_may_repeat_an_id_and_each_question_has_one_of_its_own(tmp_p
 
 
 BAD = {
-    "[" * 100_000: "not JSON",
+    "[" * 100_000: "not a JSON object",
     line(2, question=" "): '"question"',
     line(2, golden_answers=[3]): "not a list of texts",
     line(2, question="\ud800"): "surrogates not allowed",

@@ -46,6 +46,7 @@ def fake_record(trajectory: int, reward: float | None, **known) -> dict:
     texts = [question, "<call> search ada baker <eot>", "notes", "<answer> oslo <eot>"]
     record = {
         "step": 1,
+        "role": "sys2",
         "split": "train",
         "question_id": "train-17",
         "question": question,

@@ -105,7 +105,8 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
             fcntl.flock(lock, fcntl.LOCK_EX)
             record = folder / "made_of"
             if not record.exists() or record.read_bytes() != fingerprint.encode():
-                build(path, folder, passage_words, fingerprint)
+                fill = functools.partial(build, path, passage_words, fingerprint)
+                atomic.write_folder(folder, fill)
             try:
                 return _load(folder, k)
             except (ValueError, EOFError, FileNotFoundError):  # a file is cut or gone
@@ -114,17 +115,13 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
                 ) from None
 
 
-def build(path: Path, folder: Path, passage_words: int, fingerprint: str) -> None:
-    """Writes the index of a path's documents into `folder` atomically."""
+def build(path: Path, passage_words: int, fingerprint: str, folder: Path) -> None:
+    """Writes the index of a path's documents into an empty folder."""
     parts = [part for one in read_documents(path) for part in passages(one, passage_words)]
     parts.sort(key=lambda part: part.id)
-    index = _index(parts)
-
-    def fill(empty: Path) -> None:
-        index.save(empty, corpus=[vars(part) for part in parts], show_progress=False)
-        (empty / "made_of").write_text(fingerprint)
-
-    atomic.write_folder(folder, fill)
+    corpus = [vars(part) for part in parts]
+    _index(parts).save(folder, corpus=corpus, show_progress=False)
+    (folder / "made_of").write_text(fingerprint)
 
 
 def _load(folder: Path, k: int) -> Search:

@@ -62,16 +62,10 @@ def read(raw: bytes, kind: str) -> str:
         raise NotText(problem)
     seconds = SECONDS[kind]
     command = [sys.executable, "-P", __file__, kind, str(seconds)]
+    options = {"input": raw, "stderr": subprocess.DEVNULL, "timeout": PATIENCE * seconds}
     with tempfile.TemporaryFile() as output:  # a file, whose size can be limited
         try:
-            subprocess.run(
-                command,
-                input=raw,
-                stdout=output,
-                stderr=subprocess.DEVNULL,
-                timeout=PATIENCE * seconds,
-                check=True,
-            )
+            subprocess.run(command, stdout=output, check=True, **options)
         except subprocess.SubprocessError:
             raise NotText(f"{kind.upper()} that is damaged, locked or too large") from None
         output.seek(0)
@@ -143,10 +137,14 @@ def html_to_text(raw: bytes) -> str:
     `## ` is written before headings, `|` between the cells of a row, `^` before superscripts, `_`
     before subscripts, and `~~` around struck text.
     """
+    import webencodings
     from lxml import etree
     from lxml.html import HTMLParser, document_fromstring
 
-    html = decode(raw, declared_codec(raw)).replace("\0", "\N{REPLACEMENT CHARACTER}")
+    declared = DECLARED.search(raw[:4096])
+    encoding = declared and webencodings.lookup(declared[1].decode("ascii"))
+    codec = encoding and DECODERS.get(encoding.name, encoding.codec_info.name)
+    html = decode(raw, codec).replace("\0", "\N{REPLACEMENT CHARACTER}")
     parser = HTMLParser(encoding="utf-8", huge_tree=True)
     try:
         root = document_fromstring(html.encode("utf-8", "replace"), parser)
@@ -165,15 +163,6 @@ def html_to_text(raw: bytes) -> str:
     lines = [" ".join(line.split()) for line in text.split("\n")]
     lines = [line.translate(RESTORE).rstrip() for line in lines if line.strip("#| ")]
     return "\n".join(lines).strip("\n")
-
-
-def declared_codec(raw: bytes) -> str | None:
-    """Python's name of the encoding that the page declares, or None."""
-    import webencodings
-
-    declared = DECLARED.search(raw[:4096])
-    encoding = declared and webencodings.lookup(declared[1].decode("ascii"))
-    return encoding and DECODERS.get(encoding.name, encoding.codec_info.name)
 
 
 def _pieces(walk) -> list[str]:
@@ -254,17 +243,13 @@ def office_to_text(raw: bytes, kind: str) -> str:
 # The child ---------------------------------------------------------------------------------------
 
 
-def limit(resource_id: int, maximum: int) -> None:
-    """Limits this process. SIGKILL follows a second after the soft limit of processor time."""
-    with contextlib.suppress(ValueError, OSError):  # a lower limit is set, or macOS has none
-        resource.setrlimit(resource_id, (maximum, maximum + 1))
-
-
 def main(kind: str, seconds: int) -> None:
-    limit(resource.RLIMIT_CPU, seconds)
-    limit(resource.RLIMIT_AS, MEMORY)
-    limit(resource.RLIMIT_FSIZE, 4 * MOST_CHARACTERS + 100)
-    limit(resource.RLIMIT_CORE, 0)
+    limits = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CORE: 0}
+    limits[resource.RLIMIT_FSIZE] = 4 * MOST_CHARACTERS + 100
+    for limit, most in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is set, or macOS has none
+            # SIGKILL follows a second after the soft limit of processor time.
+            resource.setrlimit(limit, (most, most + 1))
     raw = sys.stdin.buffer.read()
     readers = {"html": html_to_text, "pdf": pdf_to_text}
     text = readers[kind](raw) if kind in readers else office_to_text(raw, kind)

@@ -74,21 +74,20 @@ def make(
     if backend == "serper":
         url = f"{base_url('MARS_SERPER_URL')}/{'scholar' if scholar else 'search'}"
         headers = {"X-API-KEY": key_of("SERPER_API_KEY")}
-        read = serper_documents
+    elif scholar:
+        raise UserError("the retriever has no scholar search: give --tools search,python")
     else:
-        if scholar:
-            raise UserError("the retriever has no scholar search: give --tools search,python")
         url = f"{base_url('MARS_RETRIEVER_URL').removesuffix('/retrieve')}/retrieve"
         headers = {}
-        read = retriever_documents
     read_page = jina_reader(client, block) if pages == "jina" else None
 
     def search(query: str) -> list[Document]:
         if not query.strip():
             return []
-        body = {"q": query, "num": k}
+        body, read = {"q": query, "num": k}, serper_documents
         if backend == "retriever":
             body = {"queries": [query], "topk": k, "return_scores": True}
+            read = retriever_documents
         results = client.call(url, read, body=body, headers=headers)[:k]
         results = unblocked(results, block) if block else results
         return with_pages(results, read_page) if read_page else results
@@ -128,13 +127,8 @@ def _serper_document(row: dict, rank: int) -> Document:
     url = row.get("link") or row.get("pdfUrl", "")
     about = row.get("publicationInfo", "")
     year = row.get("year", "")
-    lines = [
-        about,
-        "" if year in about else year,
-        row.get("date"),
-        f"Cited by {row['citedBy']}" if "citedBy" in row else "",
-        row.get("snippet"),
-    ]
+    cited = f"Cited by {row['citedBy']}" if "citedBy" in row else ""
+    lines = [about, "" if year in about else year, row.get("date"), cited, row.get("snippet")]
     text = "\n".join(filter(None, lines))
     id = row.get("pdfUrl") or url or f"result-{rank}"
     return make_document(id, row.get("title", ""), url, text)
@@ -147,18 +141,17 @@ def retriever_documents(raw: bytes) -> list[Document]:
     A reranking server sends the contents alone as the document.
     """
     answer = json.loads(raw)
+    documents = []
     try:
         (rows,) = answer["result"]
-        return [_retrieved_document(row["document"], rank) for rank, row in enumerate(rows, 1)]
+        for rank, row in enumerate((row["document"] for row in rows), 1):
+            row = row if isinstance(row, dict) else {"contents": row}
+            title, url = (str(row.get(field) or "") for field in ("title", "url"))
+            id = str(row.get("id", f"result-{rank}"))
+            documents.append(from_contents(id, title, url, row["contents"]))
     except (LookupError, TypeError, ValueError, AttributeError):
         raise ToolError("this is not the answer of a Search-R1 retriever") from None
-
-
-def _retrieved_document(row: dict | str, rank: int) -> Document:
-    row = row if isinstance(row, dict) else {"contents": row}
-    id = str(row.get("id", f"result-{rank}"))
-    title, url = (str(row.get(field) or "") for field in ("title", "url"))
-    return from_contents(id, title, url, row["contents"])
+    return documents
 
 
 # Blocked hosts -----------------------------------------------------------------------------------
@@ -222,26 +215,23 @@ def with_pages(results: list[Document], read: Callable[[str], str]) -> list[Docu
     """The results with their pages' texts, each page once. ToolError if no page could be read."""
     results = list({(one.url or one.id).partition("#")[0]: one for one in results}.values())
 
-    def read_page(document: Document) -> Document | ToolError:
+    errors = []
+
+    def read_page(document: Document) -> Document:
         try:
             return replace(document, text=read(document.url)) if document.url else document
         except ToolError as error:
             if document.id != document.url:  # the id may be the address of a paper's open copy
                 with contextlib.suppress(ToolError):
                     return replace(document, url=document.id, text=read(document.id))
-            return error
+            errors.append(error)
+            return replace(document, text=f"{UNREAD}\n{document.text}")
 
     pages = web.in_threads(read_page, results)
-    errors = [page for page in pages if isinstance(page, ToolError)]
     if errors and len(errors) == sum(bool(document.url) for document in results):
-        message = f"none of the {len(errors)} pages found could be read: {errors[0]}"
+        message = f"none of the {len(errors)} pages found could be read: {min(map(str, errors))}"
         raise ToolError(one_line(message, web.LONGEST_MESSAGE))
-    return [
-        replace(document, text=f"{UNREAD}\n{document.text}")
-        if isinstance(page, ToolError)
-        else page
-        for document, page in zip(results, pages, strict=True)
-    ]
+    return pages
 
 
 def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], str]:
