@@ -184,7 +184,8 @@ class Config:
         for name, read in of_use.items():
             if getattr(self, name) not in ("", "none") and not read:
                 others = f"--search {self.search} and --data {self.data}"
-                raise UserError(f"--{name} has no use with {others}")
+                nothing = "none" if name == "pages" else "''"
+                raise UserError(f"--{name} has no use with {others}: give --{name} {nothing}")
         if training:
             self.at_least(1, "eval_questions")  # a run measures itself on them
             self.at_least(2, "group")  # attempts at one question are compared

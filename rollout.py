@@ -224,7 +224,7 @@ class Env:
         self.counts["begun"] += 1
         try:
             await method.episode(self, trajectory)
-            self.on_event("answer", trajectory.answer or "")
+            self.on_event("answer", trajectory.answer or "(none)")
             trajectory.reward = await self.reward(trajectory)
         except Lost as error:
             trajectory.ended = f"lost: {error}"

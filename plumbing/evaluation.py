@@ -282,6 +282,8 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
         try:
             line = input(prompt)
             if line.strip():
+                if not prompt:
+                    say(run, "question", line)
                 answer(run, line)
                 stopped = False
         except EOFError:

@@ -201,7 +201,7 @@ def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
     # A run reads its questions twice, which a pipe does not allow.
     if not os.path.isfile(path):
         raise UserError(
-            f"there is no file of questions {name!r:.100}: give a JSONL file, "
+            f"there is no file of questions {name!r:.100}: give a JSONL or parquet file, "
             f"hub:OWNER/REPO/path.jsonl, or one of {', '.join([*SETS, *BENCHMARKS])}"
         )
     try:

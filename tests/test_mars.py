@@ -408,12 +408,16 @@ def test_a_conversation_asks_line_after_line_and_ctrl_c_stops_an_answer(
             signal.raise_signal(signal.SIGINT)
         advance(*given)
 
+    repeated = []
+
     def ask(typed: str, *pressed: int) -> tuple[int, list[str]]:
         presses[:] = pressed
         raw = io.BytesIO(typed.encode("utf-8", "surrogateescape"))
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw))
         code = run("ask", trained / "whole")
-        return code, [line for line in capsys.readouterr().out.splitlines() if " | " in line]
+        lines = [line for line in capsys.readouterr().out.splitlines() if " | " in line]
+        repeated[:] = [line for line in lines if line == f" question | {question}"]
+        return code, [line for line in lines if line not in repeated]
 
     assert run("ask", trained / "whole", question) == 0
     alone = [line for line in capsys.readouterr().out.splitlines() if " | " in line]
@@ -421,7 +425,7 @@ def test_a_conversation_asks_line_after_line_and_ctrl_c_stops_an_answer(
     monkeypatch.setattr(evaluation, "answer", answered)
     monkeypatch.setattr(driver.Driver, "_advance", interrupted)
     typed = f"{question}\n\n  \n" * 3
-    assert ask(typed) == (0, 3 * alone)
+    assert ask(typed) == (0, 3 * alone) and len(repeated) == 3
     assert ask(f"\udcff\n{typed}") == (0, 3 * alone)
     assert ask(typed, 1) == (0, 2 * alone)
     assert ask(typed, 1, 0, 1) == (0, alone)
