@@ -88,9 +88,9 @@ class Meter:
         with self.lock:
             if self.left < 1:
                 raise UserError(
-                    f"--max_calls is reached, {self.sent.total()} calls into this step, which is not "
-                    "finished: the state before it is on disk, and the same command with --resume "
-                    "may make as many calls again"
+                    f"--max_calls is reached, {self.sent.total()} calls into this step, which is "
+                    "not finished: the state before it is on disk, and the same command with "
+                    "--resume may make as many calls again"
                 )
             self.left -= 1
             self.sent[site] += 1
