@@ -16,7 +16,7 @@ def text_of(chat, sample, sampled: bool) -> str:
 def prepared(config, terms, policy=None) -> tuple:
     """What train.prepare makes of them: samples, micro-batches."""
     policy = policy or SimpleNamespace(can_pack=True)
-    run = SimpleNamespace(config=config, ranks=1, device=CPU, reference=None, policy=policy)
+    run = SimpleNamespace(config=config, rank=0, ranks=1, device=CPU, reference=None, policy=policy)
     return train.prepare(run, terms)
 
 
