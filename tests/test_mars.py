@@ -707,9 +707,16 @@ def test_an_hour_or_ten_steps_do_not_pass_without_a_state(
 # ------------------------------------------------------------------------------------ a live view
 
 
+def test_a_folder_with_a_trackers_name_is_not_its_package(tmp_path, monkeypatch, capsys):
+    (tmp_path / "trackio").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert mars.main(["--track", "trackio", "--runs", str(tmp_path / "runs")]) == 2
+    assert "pip install trackio" in capsys.readouterr().err
+
+
 def test_a_tracked_run_goes_on_without_its_tracker(trained, base, copied, monkeypatch, capsys):
     """The tracker changes no number of the run."""
-    tracker = Mock(__spec__="found")
+    tracker = Mock(__spec__=Mock(origin="trackio.py"))
     log = tracker.init.return_value.log
     log.side_effect = [None, ConnectionError("the network is away")]
     monkeypatch.setitem(sys.modules, "trackio", tracker)
