@@ -416,7 +416,7 @@ def test_a_conversation_asks_line_after_line_and_ctrl_c_stops_an_answer(
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw))
         code = run("ask", trained / "whole")
         lines = [line for line in capsys.readouterr().out.splitlines() if " | " in line]
-        repeated[:] = [line for line in lines if line == f" question | {question}"]
+        repeated[:] = [line for line in lines if line.startswith(" question | ")]
         return code, [line for line in lines if line not in repeated]
 
     assert run("ask", trained / "whole", question) == 0

@@ -193,7 +193,7 @@ class StandIn:
     def replay(self):
         model, pool, static = self.parts
         static.host_lengths = static.lengths.tolist()
-        static.cache = {}
+        static.plan = None
         self.hidden.copy_(model.hidden(static, pool))
 
 
