@@ -75,13 +75,21 @@ def test_the_jobs_of_the_almanac_wait_for_files_that_other_jobs_write(tmp_path, 
     assert written.issuperset(run / "config.json" for run in opened)
 
 
-def test_jobs_start_when_their_files_exist_and_are_cut_when_the_time_is_up(tmp_path, capfd):
-    def write(name: str) -> list[str]:
-        return ["-c", f"open({str(tmp_path / name)!r}, 'w')"]
+def outcomes_of(capfd, folder, seconds: float, jobs: list) -> set[str]:
+    gpu.run_almanac(folder, seconds, jobs)
+    return {line.partition(",")[0] for line in capfd.readouterr().out.splitlines()}
 
-    jobs = [(["-c", "import time; time.sleep(60)"], []), (write("b"), [tmp_path / "a"])]
-    jobs += [(write("a"), []), (["-c", ""], [tmp_path / "never"])]
-    gpu.run_almanac(tmp_path, 6, jobs)
-    outcomes = {line.partition(",")[0] for line in capfd.readouterr().out.splitlines()}
-    assert outcomes == {"exit 0: job 1", "exit 0: job 2", "cut: job 0", "not begun: job 3"}
-    assert (tmp_path / "b").exists()
+
+def test_a_job_starts_when_its_files_exist(tmp_path, capfd):
+    a, b = tmp_path / "a", tmp_path / "b"
+    copy = ["-c", f"import shutil; shutil.copy({str(a)!r}, {str(b)!r})"]
+    write = ["-c", f"open({str(a)!r}, 'w')"]
+    jobs = [(copy, [a]), (write, []), (["-c", ""], [tmp_path / "never"])]
+    outcomes = {"exit 0: job 0", "exit 0: job 1", "not begun: job 2"}
+    assert outcomes_of(capfd, tmp_path, 120, jobs) == outcomes
+    assert b.exists()
+
+
+def test_a_job_is_cut_when_the_time_is_up(tmp_path, capfd):
+    jobs = [(["-c", "import time; time.sleep(60)"], [])]
+    assert outcomes_of(capfd, tmp_path, 0.5, jobs) == {"cut: job 0"}

@@ -91,6 +91,11 @@ def test_a_sentence_neither_fills_the_terminal_nor_speaks_to_it(value, capsys):
     assert len(said) < 2100 and said.count("\n") == 1 and said.removesuffix("\n").isprintable()
 
 
+def test_an_option_of_a_preset_that_has_no_use_is_refused_with_its_cure():
+    with pytest.raises(UserError, match="--pages has no use with .*: give --pages none"):
+        resolve(mars.MarsConfig, {"preset": "web"}, presets={"web": {"pages": "jina"}})
+
+
 @pytest.mark.parametrize("wrong", [{"RANK": "1"}, {"RANK": "-1"}, {"WORLD_SIZE": ""}])
 def test_ranks_that_torchrun_never_sets_are_refused(wrong, monkeypatch):
     for name, value in wrong.items():
