@@ -428,8 +428,8 @@ def main(
             former_handler = signal.signal(signal.SIGTERM, lambda *_: sigterms.append(True))
             try:
                 code = train(run, sigterms)
-            finally:
-                signal.signal(signal.SIGTERM, former_handler)
+            finally:  # A second SIGTERM may come until the process has ended.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN if code else former_handler)
     # FloatingPointError: the sampler's logits are NaN.
     except (UserError, FloatingPointError) as error:
         code = fail(error)

@@ -158,16 +158,19 @@ def test_ranks_wait_on_the_cpu_longer_than_on_gpus(tmp_path):
 def test_sigterm_saves_at_the_end_of_the_step_and_asks_to_be_started_again(
     trained, base, tmp_path, ranks
 ):
-    """On one of several ranks too. One command starts and goes on; a second signal is harmless."""
+    """On one of several ranks too. One command starts and goes on; later signals are harmless."""
     folder = tmp_path / "x"
     more = ["--runs", tmp_path, "--name", "x", "--resume"]
     line = ["--model", base, "--steps", 4, *SMALL, *more]
     children = launch.start(__file__, *line, log=tmp_path / "log", world=ranks)
+    log = folder / "metrics.jsonl"
     deadline = time.monotonic() + 300
-    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
+    # Its first line shows that all ranks have begun to train.
+    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
-    for _ in range(2):
+    while children[-1].is_alive() and time.monotonic() < deadline:
         children[-1].terminate()
+        time.sleep(0.01)
     for child in children:
         child.join(300)
     assert [child.exitcode for child in children] == [os.EX_TEMPFAIL] * ranks
