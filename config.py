@@ -100,7 +100,7 @@ class Config:
 
     questions: int = option(16, "per step", TRAIN, heading="reinforcement learning")
     group: int = option(8, "G: attempts per question; eval: 1 unless given")
-    resample: int = option(0, "batches more, until --questions groups differ in reward", TRAIN)
+    resample: int = option(0, "times as many more, until --questions groups differ", TRAIN)
     temperature: float = option(1.0, "of sampling, and so of the distribution in the loss")
     lr: float = option(5e-4, "learning rate; at 1e-3 one of three toy seeds slipped late", TRAIN)
     inner_steps: int = option(1, "optimizer steps per batch, each on part of the questions", TRAIN)

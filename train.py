@@ -93,20 +93,25 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
 def play_groups(run: Run, step: int) -> list[Trajectory]:
     """G trajectories for each of this rank's questions.
 
-    With --resample further batches are played until enough groups differ in reward (DAPO).
+    With --resample further questions are played until enough groups differ in reward (DAPO): as
+    many as fill the gap if their groups differ as often as those before.
     """
     config = run.config
+    most = config.questions * (1 + config.resample)
     trajectories = []
-    for extra_batches in range(1 + config.resample):
-        shares = questions_of(run, step, extra_batches)
+    asked, count = 0, config.questions
+    while count:
+        shares = questions_of(run, step, asked, count)
         # play_shared lets last bits differ from run to run, which they do anyway on GPUs.
         if run.ranks > 1 and run.device.type == "cuda" and not config.server:
             trajectories += play_shared(run, shares, config.group, run.tools, step=step)
         else:
             trajectories += play_batch(run, shares[run.rank], config.group, run.tools, step=step)
-        if config.resample and sum_over_ranks(differing(trajectories)).total() >= config.questions:
-            break
-    run.resampled += extra_batches
+        asked += count
+        enough = sum_over_ranks(differing(trajectories)).total()
+        missing = max(0, config.questions - enough)
+        count = min(math.ceil(missing * asked / max(1, enough)), most - asked)
+    run.resampled += asked - config.questions
     return trajectories
 
 
@@ -120,24 +125,26 @@ def first_groups(graded: list[Trajectory], count: int) -> list[Trajectory]:
     return part
 
 
-def questions_of(run: Run, step: int, number: int = 0) -> list[list[tuple[int, Question]]]:
-    """Each rank's (index in the step, question) pairs of the step's batch `number`.
+def questions_of(
+    run: Run, step: int, first: int = 0, count: int | None = None
+) -> list[list[tuple[int, Question]]]:
+    """Each rank's (index in the step, question) pairs of `count` questions of a step from `first`.
 
     A rank gets whole questions, so that advantage groups need no communication. At the end of an
     epoch a question can come twice in a step. Seeds depend on its id, so the second one gets
     another id.
     """
-    count = run.config.questions
+    count = run.config.questions if count is None else count
     batch = []
     times = Counter()
-    for index in range(count * (number + 1)):  # `times` needs the earlier batches too
-        question = run.question((step + run.resampled) * count + index)
+    for index in range(first + count):  # `times` needs the earlier questions too
+        question = run.question(step * run.config.questions + run.resampled + index)
         times[question.id] += 1
         if times[question.id] > 1:
             question = dataclasses.replace(question, id=f"{question.id}#{times[question.id]}")
         batch.append((index, question))
-    bounds = [count * number + count * rank // run.ranks for rank in range(run.ranks + 1)]
-    return [batch[first:end] for first, end in itertools.pairwise(bounds)]
+    bounds = [first + count * rank // run.ranks for rank in range(run.ranks + 1)]
+    return [batch[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def check_rollouts(run: Run, step: int, metrics: dict, trajectories: list[Trajectory]) -> None:

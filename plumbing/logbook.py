@@ -54,7 +54,7 @@ def open_folder(run: Run) -> int:
             take_back(run, first)
 
     on_first_rank(fill)
-    if run.config.resample:  # earlier steps took this many batches more from the stream
+    if run.config.resample:  # earlier steps took so many more from the stream
         lines = read_lines(run.folder / "metrics.jsonl")
         run.resampled = sum(line["resampled"] for line in lines if line["step"] < first)
     if run.config.needs_start():  # after the options, because a run cannot be resumed without them

@@ -58,7 +58,7 @@ class Run(Machine):
     optimizer: torch.optim.Optimizer | None = None
     reference: Callable | None = None  # what trainer.logprob takes
     skipped: int = 0  # updates in a row without a finite gradient
-    resampled: int = 0  # extra batches of questions that --resample has played
+    resampled: int = 0  # further questions that --resample has played
     tracker: Any = None  # on rank 0 of a run with --track
     asked: str = ""  # a fingerprint of the training questions and the held-out ones
     lock: IO | None = None  # keeps other processes out of the folder until the end

@@ -322,19 +322,18 @@ def test_further_questions_are_played_until_enough_groups_differ_on_any_number_o
         found = together.run(steps)
     position = 0
     for step, told in enumerate(zip(*found)):
-        batches = 1
-        while batches <= bound:
-            asked = range(position, position + count * batches)
-            if sum(not flat[i % len(flat)] for i in asked) >= count:
-                break
-            batches += 1
-        asked = range(position, position + count * batches)
+        rounds = [count]
+        while rounds[-1]:
+            asked = range(position, position + sum(rounds))
+            differ = sum(not flat[i % len(flat)] for i in asked)
+            gap = max(0, count - differ) * len(asked)
+            rounds.append(min(-(-gap // max(1, differ)), count * (1 + bound) - len(asked)))
         position = asked.stop
         assert set.union(*(own for own, _, _ in told)) == set(asked)
-        differ = min(count, sum(not flat[i % len(flat)] for i in asked))
+        differ = min(count, differ)
         # Both attempts at each question have a sample of either role.
         assert sorted(sum((places for _, places, _ in told), [])) == sorted(4 * [*range(differ)])
-        assert {added for _, _, added in told} == {position // count - step - 1}
+        assert {added for _, _, added in told} == {position - count * (step + 1)}
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "off"])
