@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atomic import on_disk
+from atomic import on_disk, reason
 from config import UserError
 from tools import ToolError, one_line
 
@@ -242,6 +242,28 @@ def retry_after(headers: Mapping[str, str]) -> float:
     except Exception:  # a server may send any text
         return 0.0
     return min(max(seconds, 0.0), LONGEST_WAIT)
+
+
+def check_hub(repository: str, file: str, kind: str) -> None:
+    """UserError if a file is not in the hub's local cache and one request cannot reach the hub.
+
+    huggingface_hub itself would try six times, half a minute long. kind: "model" or "dataset".
+    """
+    import httpx2
+    import huggingface_hub as hub
+
+    if hub.is_offline_mode():
+        return
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=10)
+    except httpx2.HTTPError as error:
+        with contextlib.suppress(ValueError):  # it is no name of a repository
+            if isinstance(hub.try_to_load_from_cache(repository, file, repo_type=kind), str):
+                return
+        raise UserError(
+            f"{repository} is not on this machine, and {hub.constants.ENDPOINT} cannot be reached "
+            f"({reason(error)}): name a file or folder that is here, or mend the network"
+        ) from None
 
 
 def check_base_url(name: str, url: str) -> str:
