@@ -119,7 +119,7 @@ class Config:
 
     server: str = option("", "URLs of vLLM servers, comma-separated", RESUME, heading="the machine")
     bf16: Literal["auto", "on", "off"] = option("auto", "the arithmetic; auto: on CUDA")
-    max_calls: int = option(0, "calls of services before the run stops; 0: any", TRAIN, RESUME)
+    max_calls: int = option(0, "calls of services before the run stops; 0: any", RESUME)
     fsdp: bool = option(False, "shard the trainer's state: from about 3B parameters on", TRAIN)
     recompute_activations: bool = option(False, "in the backward pass", TRAIN, RESUME)
     micro_tokens: int = option(8192, "tokens per micro-batch of the trainer", TRAIN, RESUME)

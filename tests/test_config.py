@@ -107,6 +107,13 @@ def test_of_torchruns_processes_one_prints_a_sentence(monkeypatch, capsys):
     assert capsys.readouterr().err == "mars: one\n"
 
 
+def test_every_process_may_send_a_call():
+    two = outside.Machine(torch.device("cpu"), 0, 2, False)
+    with pytest.raises(UserError, match="--max_calls must be at least 1 for each of 2"):
+        outside.check_machine(mars.MarsConfig(max_calls=1), two)
+    outside.check_machine(mars.MarsConfig(max_calls=2), two)
+
+
 def test_an_option_of_a_preset_that_has_no_use_is_refused_with_its_cure():
     with pytest.raises(UserError, match="--pages has no use with .*: give --pages none"):
         resolve(mars.MarsConfig, {"preset": "web"}, presets={"web": {"pages": "jina"}})

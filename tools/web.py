@@ -77,20 +77,21 @@ class Meter:
         self.sent = Counter()  # site -> calls, each try included, without those that 429 refused
         self.left = math.inf  # calls before the run stops
         self.told: dict[str, float] = {}  # site -> when a line last told of its refusals
+        self.failure = ""  # why the last call failed that was given up
 
-    def begin(self, limit: float) -> None:
-        """Forgets what was counted. From now on `limit` calls may be sent."""
+    def begin(self, limit: int, ranks: int) -> None:
+        """Forgets what was counted. From now on a rank may send its part of `limit`; 0: any."""
         self.sent.clear()
-        self.left = limit
+        self.left = limit // ranks if limit else math.inf
 
     def count(self, site: str) -> None:
         """Counts a call that is about to be sent. UserError if none is left."""
         with self.lock:
             if self.left < 1:
                 raise UserError(
-                    f"--max_calls is reached, {self.sent.total()} calls into this step, which is "
-                    "not finished: the state before it is on disk, and the same command with "
-                    "--resume may make as many calls again"
+                    f"--max_calls is reached, {self.sent.total()} calls into this step or "
+                    "evaluation, which is not finished: what was done before is on disk, and the "
+                    "same command with --resume may make as many calls again"
                 )
             self.left -= 1
             self.sent[site] += 1
@@ -217,6 +218,7 @@ class Client:
                 METER.refuse(site, pauses)
             pauses += wait
             if is_final or failures >= self.tries or pauses > PATIENCE:
+                METER.failure = why
                 raise ToolError(f"{why}, {number} tries")
             time.sleep(wait)
 
