@@ -151,11 +151,10 @@ def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
     web.METER.begin(config.max_calls, run.ranks)
     problems = {}
     for first in range(0, len(batch), size):
-        part = batch[first : first + size]
         ended: list[Trajectory] = []
         options = {"step": "eval", "top_p": config.top_p, "on_end": ended.append}
         try:
-            play_batch(run, part, config.group, run.eval_tools, **options)
+            play_batch(run, batch[first : first + size], config.group, run.eval_tools, **options)
         except UserError as error:  # such as --max_calls
             problems[str(error)] = 1
             break
