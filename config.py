@@ -6,7 +6,9 @@ code 2.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import datetime
 import os
 import re
 import sys
@@ -117,7 +119,7 @@ class Config:
 
     server: str = option("", "URLs of vLLM servers, comma-separated", RESUME, heading="the machine")
     bf16: Literal["auto", "on", "off"] = option("auto", "the arithmetic; auto: on CUDA")
-    max_calls: int = option(0, "calls of services before the run stops; 0: any", TRAIN, RESUME)
+    max_calls: int = option(0, "calls of services before the run stops; 0: any", RESUME)
     fsdp: bool = option(False, "shard the trainer's state: from about 3B parameters on", TRAIN)
     recompute_activations: bool = option(False, "in the backward pass", TRAIN, RESUME)
     micro_tokens: int = option(8192, "tokens per micro-batch of the trainer", TRAIN, RESUME)
@@ -245,11 +247,22 @@ def parse(made: OneLineParser, arguments: list[str]) -> dict:
 
 
 def fail(message: str) -> int:
-    """Prints one sentence on standard error, escaped and shortened; returns exit code 2."""
+    """Prints one sentence on standard error, escaped and shortened; returns exit code 2.
+
+    Of torchrun's processes only the first that has the sentence prints it.
+    """
     line = " ".join(str(message).split())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     if len(line) > 2000:
         line = f"{line[:1500]} … {line[-400:]}"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from torch.distributed import TCPStore
+
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with contextlib.suppress(RuntimeError):  # torchrun, which holds the store, may be gone
+            store = TCPStore(*address, is_master=False, timeout=datetime.timedelta(seconds=5))
+            if store.add(line, 1) > 1:
+                return 2
     print(f"mars: {line}", file=sys.stderr, flush=True)
     return 2
 

@@ -177,6 +177,7 @@ class Env:
     temperature: float = 1.0
     top_p: float = 1.0
     on_event: Callable[[str, str], None] = lambda kind, text: None  # called for a viewer
+    on_end: Callable[[Trajectory], None] = lambda trajectory: None  # called at an attempt's end
     # Attempts "begun" and "done", sampled "tokens", tool "calls" and how many of them "failed".
     counts: Counter = field(default_factory=Counter)
 
@@ -232,6 +233,7 @@ class Env:
         for sample in trajectory.samples():
             sample.reward = trajectory.reward
         self.counts["done"] += 1
+        self.on_end(trajectory)
         return trajectory
 
     async def reward(self, trajectory: Trajectory) -> float | None:

@@ -322,8 +322,7 @@ def train(run: Run, sigterms: list) -> int:
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
     steps = range(first, config.steps)
-    cap = max(1, config.max_calls // run.ranks) if config.max_calls else math.inf
-    web.METER.begin(cap)
+    web.METER.begin(config.max_calls, run.ranks)
     saved, saved_at = first, time.monotonic()
     for step in tqdm(steps, initial=first, total=config.steps, disable=quiet):
         scores = {}
@@ -442,9 +441,12 @@ def main(
         code = fail(error)
     except (RuntimeError, MemoryError) as error:
         out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not (out_of_memory or "can't allocate memory" in str(error)):  # a CPU's message
+        if "gloo/transport" in str(error):  # the other end of a connection between ranks is gone
+            code = fail(f"another process of this run has ended; {GO_ON}")
+        elif out_of_memory or "can't allocate memory" in str(error):  # a CPU's message
+            code = fail(OUT_OF_MEMORY if training else "out of memory: lower --kv_tokens")
+        else:
             raise
-        code = fail(OUT_OF_MEMORY if training else "out of memory: lower --kv_tokens")
     except OSError as error:
         if error.errno not in OUTPUT_LOST:
             raise

@@ -14,7 +14,7 @@ searches your own documents.
 process) and trajectories.html. Questions without a right answer are answered in answers.jsonl and
 have no accuracy. --group K makes K attempts at each question: avg@K is the mean accuracy of an
 attempt, pass@K the share of questions that some attempt has right. With --resume an evaluation that
-was stopped goes on; if there is none yet, it begins.
+was stopped, for example by --max_calls, goes on; if there is none yet, it begins.
 
 `ask` without a question answers one line of standard input after another, typed or from a pipe,
 each on its own: a follow-up must name what it is about.
@@ -40,9 +40,10 @@ from plumbing.start import Run, build, new_folder, reclaim, refuse_other_questio
 from processes import from_first_rank, on_first_rank, sum_over_ranks
 from rollout import Method, Trajectory, play_batch
 from tasks.questions import Question
+from tools import web
 
 # Options that ask does not read, beside those that only training reads.
-NOT_FOR_ASK = {"name", "runs", "resume", "data", "grader", "eval_questions", "group"}
+NOT_FOR_ASK = {"name", "runs", "resume", "data", "grader", "eval_questions", "group", "max_calls"}
 BATCH = 512  # a rank's attempts that are played together, then written: a kill loses no more
 
 
@@ -92,7 +93,7 @@ def settings(method: Method, options: dict, asking: bool) -> Config:
         saved["eval_docs"] = ""  # --docs is for all questions
     # The checkpoint has the adapters merged in, and the run's servers may hold other weights now.
     saved |= {"model": str(model), "name": "", "resume": False, "kl_beta": 0.0, "fsdp": False}
-    saved |= {"lora_rank": 0, "server": "", "group": 1}
+    saved |= {"lora_rank": 0, "server": "", "group": 1, "max_calls": 0}
     if asking:  # needs neither questions nor a judge
         saved |= {"data": "toy", "eval_data": "", "grader": "em", "eval_questions": 0}
     elif "data" in options:
@@ -147,13 +148,22 @@ def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
     batch = [(i, question) for i, question in enumerate(run.eval_questions) if i not in finished]
     batch = batch[run.rank :: run.ranks]
     size = max(1, BATCH // config.group)
-    options = {"step": "eval", "top_p": config.top_p}
+    web.METER.begin(config.max_calls, run.ranks)
+    problems = {}
     for first in range(0, len(batch), size):
-        part = batch[first : first + size]
-        trajectories = play_batch(run, part, config.group, run.eval_tools, **options)
-        lines = [attempt_record(run, t, "grade" in additions) for t in trajectories]
-        folders.append_lines(run.folder / "rollouts" / f"step_{run.rank}.jsonl", lines)
-    sum_over_ranks({})  # waits until all ranks have written
+        ended: list[Trajectory] = []
+        options = {"step": "eval", "top_p": config.top_p, "on_end": ended.append}
+        try:
+            play_batch(run, batch[first : first + size], config.group, run.eval_tools, **options)
+        except UserError as error:  # such as --max_calls
+            problems[str(error)] = 1
+            break
+        finally:  # what has ended is kept, also after Ctrl-C
+            ended.sort(key=lambda trajectory: (trajectory.question_index, trajectory.attempt))
+            lines = [attempt_record(run, t, "grade" in additions) for t in ended]
+            folders.append_lines(run.folder / "rollouts" / f"step_{run.rank}.jsonl", lines)
+    for problem in sum_over_ranks(problems):  # of any rank; all have written by now
+        raise UserError(f"{problem} (--name {config.name})")
     on_first_rank(lambda: report(run))
 
 

@@ -34,6 +34,7 @@ from plumbing.start import Run
 from processes import on_first_rank
 from rollout import Context, Sample, Trajectory, Turn
 from tasks.format import Format
+from tools import web
 
 MOST_FAILED = 0.5  # a run stops if more of a step's tool calls, judgements or rollouts failed
 
@@ -240,11 +241,12 @@ def check_failure_rate(metrics: dict, what: str) -> None:
         "judge_failure_share": "judgements",
         "lost_share": "trajectories",
     }
+    last = web.METER.failure and f", and a service's last failure was: {web.METER.failure}"
     for name, kind in kinds.items():
         share = metrics[name]
         if share > MOST_FAILED:
             raise UserError(
-                f"{share:.0%} of the {kind} of {what} failed; rollouts/ has the reasons"
+                f"{share:.0%} of the {kind} of {what} failed; rollouts/ has the reasons{last}"
             )
 
 

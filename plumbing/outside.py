@@ -183,6 +183,8 @@ def check_machine(config: Config, machine: Machine) -> None:
     kernels.use_triton(torch.zeros(0, device=machine.device))  # UserError for a bad MARS_KERNELS
     if config.fsdp and machine.ranks == 1:
         raise UserError("--fsdp shards over processes: start with torchrun, or give --no-fsdp")
+    if 0 < config.max_calls < machine.ranks:
+        raise UserError(f"--max_calls must be at least 1 for each of {machine.ranks} processes")
 
 
 # ------------------------------------------------------------------------------- tools

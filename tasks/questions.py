@@ -34,6 +34,7 @@ from pathlib import Path
 
 from atomic import reason
 from config import UserError
+from tools import web
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ def from_hub(address: str) -> Path:
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
 
     *repository, file = address.split("/", 2)
+    web.check_hub("/".join(repository), file, "dataset")
     try:
         return Path(hf_hub_download("/".join(repository), file, repo_type="dataset"))
     except (OSError, ValueError, EntryNotFoundError, httpx2.HTTPError) as error:

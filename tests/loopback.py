@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
             server.requests.append((self.command, self.path, headers, asked))
         server.answer(self, number, asked)
 
-    do_POST = do_GET
+    do_HEAD = do_POST = do_GET
 
     def log_message(self, *_):
         pass

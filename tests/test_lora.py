@@ -4,6 +4,7 @@ Ranks and shards: tests/test_policy.py; the sampler's copy: tests/test_lora_and_
 """
 
 import json
+import os
 
 import pytest
 import torch
@@ -125,13 +126,14 @@ def test_a_state_brings_the_adapters_back_beside_the_merged_model(tmp_path):
 def trained_folder(tmp_path):
     """(the model it began with, its policy, the checkpoint's folder) of a run with adapters."""
     start = saved("llama", tmp_path / "start")
-    policy = trainer.Policy(trainer.load_model(start, CPU), bf16=False)
+    policy = trainer.Policy(trainer.load_model(os.path.relpath(start), CPU), bf16=False)
     trainer.add_adapters(policy.model, RANK, seed=0)
     trainer.save(tmp_path, 3, policy, learn(policy), Tokenizer())
     return start, policy, tmp_path / "checkpoint"
 
 
 def test_adapters_are_written_as_peft_names_them(tmp_path):
+    """The path of their base is whole, although the model was loaded by a relative one."""
     start, policy, checkpoint = trained_folder(tmp_path)
     assert json.loads((checkpoint / "adapter/adapter_config.json").read_text()) == {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(start)},

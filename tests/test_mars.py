@@ -22,6 +22,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import launch, tiny
 from helpers.chat import QWEN3, random_model, tokenizer
 from loopback import GOOD
@@ -653,6 +654,59 @@ def test_a_cap_on_calls_stops_a_run_that_goes_on_with_the_same_command(
     assert run(*options, "--resume", grade=half) == 0
     assert len(server.requests) == 2 * (first + second), "what was paid for is in the cache"
     assert same_weights(tmp_path / "capped/checkpoint", tmp_path / "whole/checkpoint")
+
+
+def test_a_cap_on_calls_keeps_what_an_evaluation_has_answered(base, server, tmp_path, capsys):
+    """It says which one goes on; of two ranks each may send half of the calls."""
+    server.replies = [GOOD]
+    line = ["eval", base, "--data", "toy", "--runs", tmp_path, "--eval_questions", 6]
+    line += ["--search", "serper", "--tools", "search", "--group", 2]
+    assert run(*line, "--name", "whole", "--cache", tmp_path / "one", grade=half) == 0
+    calls = len(server.requests)
+    line += ["--name", "capped", "--cache", tmp_path / "other", "--resume"]
+    assert run(*line, "--max_calls", calls // 2, grade=half) == 2
+    assert re.search(r"--max_calls is reached.*--name capped", capsys.readouterr().err)
+    assert len(server.requests) == calls + calls // 2
+    assert 0 < len(records_of(tmp_path / "capped", 0)) < 12
+    gc.collect()  # the error's frames hold the lock
+    log = tmp_path / "log"
+    assert launch.launch(__file__, *line, "--max_calls", 2, log=log) == 2
+    assert "Traceback" not in log.read_text()
+    assert run(*line, grade=half) == 0
+    assert len(server.requests) == 2 * calls, "what was paid for is in the cache"
+    tables = [(tmp_path / name / "table.json").read_text() for name in ("whole", "capped")]
+    assert tables[0] == tables[1]
+
+
+def test_a_service_that_is_away_is_named(base, server, waits, tmp_path, monkeypatch, capsys):
+    away = "http://127.0.0.1:9"
+    monkeypatch.setenv("MARS_SERPER_URL", away)
+    options = ["--search", "serper", "--tools", "search", "--runs", tmp_path]
+    assert run("--model", base, *SMALL, *options, "--cache", tmp_path) == 2
+    said = capsys.readouterr().err
+    assert "tool calls of the evaluation after 0 steps failed" in said
+    assert f"a service's last failure was: {away}: ConnectError" in said
+
+
+def lose_a_rank() -> None:
+    """What each of two ranks does: the second one ends while the first waits for it."""
+
+    def build(*given, **options):
+        if dist.get_rank():
+            os._exit(3)
+        dist.barrier()
+
+    train.build = build
+    run()
+
+
+def test_a_rank_that_ends_is_one_sentence_of_the_others(tmp_path):
+    ranks = launch.start(lose_a_rank, log=tmp_path / "log", world=2)
+    for process in ranks:
+        process.join(300)
+    assert [process.exitcode for process in ranks] == [2, 3]
+    said = (tmp_path / "log").read_text()
+    assert "another process of this run has ended" in said and "Traceback" not in said
 
 
 def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(

@@ -8,12 +8,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
+import huggingface_hub
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import ECHO, GOOD, KEY, drops, hangs, says, serper
 
 from config import UserError
+from plumbing import models
+from tasks.questions import load_set
 from tools import ToolError, web
 
 # Failures ----------------------------------------------------------------------------------------
@@ -126,6 +129,25 @@ def test_a_call_beyond_the_cap_is_not_sent(server, tmp_path, waits, monkeypatch)
     with pytest.raises(UserError, match="--max_calls is reached, 2 calls.*--resume"):
         find("bob")
     assert len(server.requests) == 2
+
+
+def test_one_request_shows_that_there_is_no_hub(server, tmp_path, monkeypatch):
+    """huggingface_hub makes six, for each model and each set of questions."""
+    hub = {"HF_HUB_OFFLINE": False, "ENDPOINT": server.url, "HF_HUB_CACHE": tmp_path}
+    for name, value in hub.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    server.replies = [drops]
+    for find in (lambda: models.find("a/model", tmp_path), lambda: load_set("hub:a/set/b.jsonl")):
+        with pytest.raises(UserError, match=f"{server.url} cannot be reached"):
+            find()
+    assert len(server.requests) == 2
+    kept = tmp_path / "models--a--model"
+    for file, text in {"refs/main": "1", "snapshots/1/config.json": "{}"}.items():
+        (kept / file).parent.mkdir(parents=True)
+        (kept / file).write_text(text)
+    assert models.find("a/model", tmp_path) == "a/model", "it is in the cache"
+    server.replies = [says("", 404)]
+    assert models.find("b/model", tmp_path) == "b/model", "there is a hub"
 
 
 @given(st.text(max_size=40) | st.from_regex(r"\w{3}, \d+ Oct \d+ \d+:\d+:\d+ .{0,5}"))

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atomic import on_disk
+from atomic import on_disk, reason
 from config import UserError
 from tools import ToolError, one_line
 
@@ -77,20 +77,21 @@ class Meter:
         self.sent = Counter()  # site -> calls, each try included, without those that 429 refused
         self.left = math.inf  # calls before the run stops
         self.told: dict[str, float] = {}  # site -> when a line last told of its refusals
+        self.failure = ""  # why the last call failed that was given up
 
-    def begin(self, limit: float) -> None:
-        """Forgets what was counted. From now on `limit` calls may be sent."""
+    def begin(self, limit: int, ranks: int) -> None:
+        """Forgets what was counted. From now on a rank may send its part of `limit`; 0: any."""
         self.sent.clear()
-        self.left = limit
+        self.left = limit // ranks if limit else math.inf
 
     def count(self, site: str) -> None:
         """Counts a call that is about to be sent. UserError if none is left."""
         with self.lock:
             if self.left < 1:
                 raise UserError(
-                    f"--max_calls is reached, {self.sent.total()} calls into this step, which is "
-                    "not finished: the state before it is on disk, and the same command with "
-                    "--resume may make as many calls again"
+                    f"--max_calls is reached, {self.sent.total()} calls into this step or "
+                    "evaluation, which is not finished: what was done before is on disk, and the "
+                    "same command with --resume may make as many calls again"
                 )
             self.left -= 1
             self.sent[site] += 1
@@ -217,6 +218,7 @@ class Client:
                 METER.refuse(site, pauses)
             pauses += wait
             if is_final or failures >= self.tries or pauses > PATIENCE:
+                METER.failure = why
                 raise ToolError(f"{why}, {number} tries")
             time.sleep(wait)
 
@@ -242,6 +244,28 @@ def retry_after(headers: Mapping[str, str]) -> float:
     except Exception:  # a server may send any text
         return 0.0
     return min(max(seconds, 0.0), LONGEST_WAIT)
+
+
+def check_hub(repository: str, file: str, kind: str) -> None:
+    """UserError if a file is not in the hub's local cache and one request cannot reach the hub.
+
+    huggingface_hub itself would try six times, half a minute long. kind: "model" or "dataset".
+    """
+    import httpx2
+    import huggingface_hub as hub
+
+    if hub.is_offline_mode():
+        return
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=10)
+    except httpx2.HTTPError as error:
+        with contextlib.suppress(ValueError):  # it is no name of a repository
+            if isinstance(hub.try_to_load_from_cache(repository, file, repo_type=kind), str):
+                return
+        raise UserError(
+            f"{repository} is not on this machine, and {hub.constants.ENDPOINT} cannot be reached "
+            f"({reason(error)}): name a file or folder that is here, or mend the network"
+        ) from None
 
 
 def check_base_url(name: str, url: str) -> str:

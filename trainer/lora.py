@@ -22,6 +22,7 @@ Tests: `pytest tests/test_lora.py`.
 
 import json
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -147,10 +148,11 @@ def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 def write_adapters(folder: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Writes the folder that PEFT loads: `weights`, and the config that gives them their scale."""
     modules = lora_layers(model)
+    base = model.name_or_path
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model.name_or_path,
+        "base_model_name_or_path": os.path.abspath(base) if os.path.exists(base) else base,
         "r": next(iter(modules.values())).lora_A.shape[0],
         "lora_alpha": ALPHA,
         "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
