@@ -6,9 +6,7 @@ code 2.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import datetime
 import os
 import re
 import sys
@@ -247,22 +245,11 @@ def parse(made: OneLineParser, arguments: list[str]) -> dict:
 
 
 def fail(message: str) -> int:
-    """Prints one sentence on standard error, escaped and shortened; returns exit code 2.
-
-    Of torchrun's processes only the first that has the sentence prints it.
-    """
+    """Prints one sentence on standard error, escaped and shortened; returns exit code 2."""
     line = " ".join(str(message).split())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     if len(line) > 2000:
         line = f"{line[:1500]} … {line[-400:]}"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        from torch.distributed import TCPStore
-
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        with contextlib.suppress(RuntimeError):  # torchrun, which holds the store, may be gone
-            store = TCPStore(*address, is_master=False, timeout=datetime.timedelta(seconds=5))
-            if store.add(line, 1) > 1:
-                return 2
     print(f"mars: {line}", file=sys.stderr, flush=True)
     return 2
 

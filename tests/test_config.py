@@ -2,11 +2,9 @@
 
 import dataclasses
 import re
-from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 import config
 import mars
@@ -91,20 +89,6 @@ def test_a_sentence_neither_fills_the_terminal_nor_speaks_to_it(value, capsys):
     assert config.fail(f"--docs {value}: not there") == 2
     said = capsys.readouterr().err
     assert len(said) < 2100 and said.count("\n") == 1 and said.removesuffix("\n").isprintable()
-
-
-def test_of_torchruns_processes_one_prints_a_sentence(monkeypatch, capsys):
-    """Whatever only one of them says is printed, also when torchrun is gone."""
-    store = TCPStore("127.0.0.1", 0, is_master=True)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    assert [config.fail(text) for text in ("one", "two", "one")] == [2, 2, 2]
-    assert capsys.readouterr().err == "mars: one\nmars: two\n"
-    monkeypatch.setattr(config.datetime, "timedelta", lambda seconds: timedelta(seconds=0.1))
-    del store
-    assert config.fail("one") == 2
-    assert capsys.readouterr().err == "mars: one\n"
 
 
 def test_every_process_may_send_a_call():
