@@ -131,10 +131,8 @@ def tokens_of_split(range_ptr, split, splits, LEAST: tl.constexpr, BLOCK: tl.con
 
 @jit
 def online_softmax(score, value, running_max, running_sum, acc):
-    """Adds a block of scores and values to a partial result, rescaled to the new maximum.
-
-    A block's first token is always valid, so the new maximum is finite.
-    """
+    """Adds a block of scores and values to a partial result, rescaled to the new maximum."""
+    # A block's first token is always valid, so the new maximum is finite.
     new_max = tl.maximum(running_max, tl.max(score, 1))
     p = tl.exp2(score - new_max[:, None])
     shrink = tl.exp2(running_max - new_max)
