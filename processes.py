@@ -55,10 +55,7 @@ def deliver(parts: list[list]) -> list:
 
 
 def on_first_rank(function: Callable):
-    """Calls `function` on rank 0. Returns its result there and None on the other ranks.
-
-    Its UserError is raised on every rank.
-    """
+    """The result of `function` on rank 0, None on other ranks. Its UserError is raised on all."""
     value = problem = None
     if is_first():
         try:
