@@ -29,7 +29,7 @@ def on_disk(what: str) -> Iterator[None]:
     """Tries to do `what`, such as "write runs/x"; UserError if the system refuses."""
     try:
         yield
-    except (OSError, SafetensorError) as error:  # the latter from weights on a full disk
+    except (OSError, SafetensorError) as error:  # Writing weights on a full disk raises the second.
         raise UserError(
             f"cannot {what} ({reason(error)}): make room, or name a folder that you may write to"
         ) from error

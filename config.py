@@ -161,8 +161,8 @@ class Config:
 
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other: UserError with one sentence."""
-        counts = "steps questions eval_every inner_steps micro_tokens"
-        self.at_least(1, *counts.split(), "top_k", "group")
+        counts = "steps questions eval_every inner_steps micro_tokens top_k group"
+        self.at_least(1, *counts.split())
         counts = "eval_questions seed lora_rank keep_every resample max_calls kv_tokens"
         self.at_least(0, *counts.split())
         for field in dataclasses.fields(self):
@@ -212,20 +212,20 @@ class OneLineParser(argparse.ArgumentParser):
 
 def parser(options: type, description: str, unread: Collection[str] = ()) -> OneLineParser:
     """Every field of `options` as an option, unless it is `no_option`; the help lacks `unread`."""
-    made = OneLineParser(
+    command_line = OneLineParser(
         usage=argparse.SUPPRESS,
         description=description,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=34),
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    group = made
-    about = described(options)
+    group = command_line
+    descriptions = described(options)
     for field in dataclasses.fields(options):
-        told = about[field.name]
-        if "heading" in told:
-            group = made.add_argument_group(told["heading"])
-        if not told.get("option", True):
+        about = descriptions[field.name]
+        if "heading" in about:
+            group = command_line.add_argument_group(about["heading"])
+        if not about.get("option", True):
             continue
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
@@ -233,15 +233,15 @@ def parser(options: type, description: str, unread: Collection[str] = ()) -> One
             kind = {"choices": get_args(field.type)}
         else:
             kind = {"type": field.type, "metavar": field.type.__name__}
-        shown = f"{told['reason']} [{field.default}]".replace("%", "%%")
-        shown = argparse.SUPPRESS if field.name in unread else shown
-        group.add_argument(f"--{field.name}", help=shown, **kind)
-    return made
+        text = f"{about['reason']} [{field.default}]".replace("%", "%%")
+        text = argparse.SUPPRESS if field.name in unread else text
+        group.add_argument(f"--{field.name}", help=text, **kind)
+    return command_line
 
 
-def parse(made: OneLineParser, arguments: list[str]) -> dict:
-    """What a command line gives, by name."""
-    return vars(made.parse_args(arguments))
+def parse(command_line: OneLineParser, arguments: list[str]) -> dict:
+    """The options that the arguments give, by name."""
+    return vars(command_line.parse_args(arguments))
 
 
 def fail(message: str) -> int:
@@ -272,8 +272,8 @@ def resolve(
     preset = given.get("preset", "toy")
     if preset not in ("toy", *presets):
         raise UserError(f"--preset {preset}: choose from {', '.join(['toy', *presets])}")
-    told = (saved or {}) | given
-    values = presets.get(preset, {}) | {name: told[name] for name in names & told.keys()}
+    own = (saved or {}) | given
+    values = presets.get(preset, {}) | {name: own[name] for name in names & own.keys()}
     config = options(**values)
     config.check(training)
     return config

@@ -1,8 +1,8 @@
 """Runs many episodes at once: one running batch in the sampler, tools in threads.
 
-An episode is a coroutine. When every episode waits, an event loop would sleep. At that moment, and
-only then, `Driver` decodes one token for each open request. So every episode that can submit a
-request has done so before the next batch, however deep its awaits are nested.
+An episode is a coroutine. When every episode waits, and only then, `Driver` decodes one token for
+each open request. So every episode that can submit a request has done so before the next batch,
+however deep its awaits are nested.
 
 Tests: pytest tests/test_driver.py
 """
@@ -44,7 +44,7 @@ class ToolCall:
                 outcome = (self.function(), None)
             except BaseException as error:
                 outcome = (None, error)
-            if not self.over():  # a result that comes after the deadline is ignored
+            if not self.over():  # A result that comes after the deadline is ignored.
                 self.outcome = outcome
             finished.set()
 
@@ -56,7 +56,7 @@ class ToolCall:
             finished.set()
 
     def over(self) -> bool:
-        """Whether the call has ended. Past its deadline it is ended here, as a failure."""
+        """Whether the call has ended. A call past its deadline ends here, as a failure."""
         if self.outcome is None and time.monotonic() > self.deadline:
             self.outcome = (None, ToolError(f"no answer within {self.seconds:g} seconds"))
         return self.outcome is not None
@@ -105,8 +105,7 @@ class Driver:
         self._clear()
 
     def _clear(self) -> None:
-        # id(request) -> the request, which keeps the id unique, and the future of its episode
-        self.waiting: dict[int, tuple[Request, asyncio.Future]] = {}
+        self.waiting: dict[Request, asyncio.Future] = {}  # the future of the request's episode
         self.queued: collections.deque[ToolCall] = collections.deque()
         self.running: list[ToolCall] = []  # started, and not delivered yet
         self.finished = threading.Event()  # set if a call has ended since the last check
@@ -117,7 +116,7 @@ class Driver:
         """Appends `tokens` to the conversation and samples; see Sampler.submit."""
         future = asyncio.get_running_loop().create_future()
         request = sampler.submit(conversation, tokens, **options)
-        self.waiting[id(request)] = request, future
+        self.waiting[request] = future
         return await future
 
     async def call(self, function: Callable[[], Any], seconds: float) -> Any:
@@ -157,11 +156,10 @@ class Driver:
         busy = [sampler for sampler in self.samplers if sampler.busy]
         for sampler in busy:
             for request in sampler.step():
-                _, future = self.waiting.pop(id(request))
                 error = Lost(request.error) if request.error else None
-                wake(future, request.completion, error)
+                wake(self.waiting.pop(request), request.completion, error)
         if busy and self.deterministic:
-            return  # tools wait until nothing is left to decode
+            return  # Results of tools wait until nothing is left to decode.
         if not busy:
             self._wait_for_calls()
         self._deliver()

@@ -25,7 +25,7 @@ def from_first_rank(value):
 
 
 def sum_over_ranks(sums: Mapping) -> Counter:
-    """Sums over all ranks, of whatever keys each of them brings. What nobody counted is 0."""
+    """The sum of each key's values over all ranks. Ranks may have different keys."""
     parts = [sums]
     if dist.is_initialized():
         parts *= dist.get_world_size()
@@ -45,7 +45,8 @@ def deliver(parts: list[list]) -> list:
     """Sends the items of parts[r] to each rank r; returns those for this rank."""
     rank = dist.get_rank()
     # Its own part stays here: it is the largest, and PyTorch pads all parts to the same size.
-    arrivals, parts = list(parts[rank]), [*parts[:rank], [], *parts[rank + 1 :]]
+    arrivals = list(parts[rank])
+    parts = [*parts[:rank], [], *parts[rank + 1 :]]
     for source in range(len(parts)):
         box = [None]
         dist.scatter_object_list(box, parts, source)
@@ -54,7 +55,7 @@ def deliver(parts: list[list]) -> list:
 
 
 def on_first_rank(function: Callable):
-    """Calls `function` on rank 0: its result there, None elsewhere, its UserError on every rank."""
+    """The result of `function` on rank 0, None on other ranks. Its UserError is raised on all."""
     value = problem = None
     if is_first():
         try:

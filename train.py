@@ -47,7 +47,7 @@ from tasks.questions import Question
 from tools import web
 
 MAX_NORM = 1.0  # of the gradient
-# A state is saved before each evaluation, and when the last one is this old.
+# A state is saved before each evaluation, and when the newest state on disk is this old.
 SAVE_EVERY = 10  # in steps
 SAVE_SECONDS = 3600
 
@@ -66,7 +66,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     trajectories = play(run, step)
     seconds_rollout = time.perf_counter() - start
     metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
-    # Counted before the pool is emptied. It is 0 unless an episode left a context open.
+    # They are counted before the pool is emptied: 0 pages unless an episode left a context open.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
     check_rollouts(run, step, metrics, trajectories)
 
@@ -76,8 +76,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
         metrics["resampled"] = run.resampled - resampled_before
         graded = first_groups(graded, config.questions)
     terms = run.method.credit(config, graded, step)
-    # On a GPU the KV pool and the update do not fit together. On every device the pages of a frozen
-    # role are forgotten as well: a resumed run begins without any.
+    # On a GPU the KV pool and the update do not fit together. On every device the pages of frozen
+    # roles must go too: a resumed run begins without them and must compute the same bits.
     for sampler in run.driver.samplers:
         sampler.lend_pool()
     metrics |= update(run, terms, step)
@@ -102,7 +102,7 @@ def play_groups(run: Run, step: int) -> list[Trajectory]:
     asked, count = 0, config.questions
     while count:
         shares = questions_of(run, step, asked, count)
-        # play_shared lets last bits differ from run to run, which they do anyway on GPUs.
+        # With play_shared the last bits differ from run to run. On GPUs they do anyway.
         if run.ranks > 1 and run.device.type == "cuda" and not config.server:
             trajectories += play_shared(run, shares, config.group, run.tools, step=step)
         else:
@@ -120,8 +120,9 @@ def first_groups(graded: list[Trajectory], count: int) -> list[Trajectory]:
     indices = sorted(+sum_over_ranks(differing(graded)))  # + drops the groups that do not differ
     places = {index: place for place, index in enumerate(indices[:count])}
     part = [trajectory for trajectory in graded if trajectory.question_index in places]
-    for sample in (sample for trajectory in part for sample in trajectory.samples()):
-        sample.question_index = places[sample.question_index]
+    for trajectory in part:
+        for sample in trajectory.samples():
+            sample.question_index = places[sample.question_index]
     return part
 
 
@@ -131,8 +132,8 @@ def questions_of(
     """Each rank's (index in the step, question) pairs of `count` questions of a step from `first`.
 
     A rank gets whole questions, so that advantage groups need no communication. At the end of an
-    epoch a question can come twice in a step. Seeds depend on its id, so the second one gets
-    another id.
+    epoch a question can come twice in a step. Its draws depend on its id, so the second time it
+    gets another id.
     """
     count = run.config.questions if count is None else count
     batch = []
@@ -162,7 +163,7 @@ def check_rollouts(run: Run, step: int, metrics: dict, trajectories: list[Trajec
 
 
 def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
-    """`inner_steps` optimizer steps on the sum of the terms, each on a part of the questions."""
+    """`inner_steps` optimizer steps on the sum of the terms. Each takes a part of the questions."""
     config = run.config
     objective = {
         "clip_low": config.clip,
@@ -262,9 +263,9 @@ def check_mismatch(run: Run, batches: list, stats: list[dict], samples: list[Sam
     """Returns mismatch_kl. UserError if the sampler's distribution is not the one that is trained.
 
     The first part of a step is scored before the optimizer moves, so sampler and trainer should
-    hold the same weights. `stats` are those of its `batches`, whose owners are indices into
-    `samples`. Each server is measured separately. The KL is estimated by k3 as a mean over the
-    part's tokens, also those with an importance weight of 0. It is 0 if the step trains nothing.
+    hold the same weights. The owners in `batches` are indices into `samples`. Each server is
+    measured separately. The KL is estimated by k3 as a mean over the part's tokens, including those
+    with an importance weight of 0. It is 0 if the step trains nothing.
     """
     gaps = Counter()
     counts = Counter()
@@ -321,10 +322,9 @@ def train(run: Run, sigterms: list) -> int:
     config = run.config
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
-    steps = range(first, config.steps)
     web.METER.begin(config.max_calls, run.ranks)
     saved, saved_at = first, time.monotonic()
-    for step in tqdm(steps, initial=first, total=config.steps, disable=quiet):
+    for step in tqdm(range(first, config.steps), initial=first, total=config.steps, disable=quiet):
         scores = {}
         if step % config.eval_every == 0:
             scores = evaluate(run, step)
@@ -410,8 +410,8 @@ def main(
     """The command line of a method. Returns the exit code; a rank of several ends with it instead.
 
     `[options]` trains, `eval CKPT …` and `ask CKPT "question"` use a checkpoint. `complete(command,
-    options)` adds to the given options; it may take minutes to make what they name.
-    `additions` are those of `build`: tools, questions, a grader, a base model or a language.
+    options)` returns the options with others added; it may take minutes to make the model that they
+    name. `additions` are those of `build`: tools, questions, a grader, a base model or a language.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # It may be closed, or a notebook's.
         # A character that the terminal cannot show must not end a run.
@@ -425,7 +425,7 @@ def main(
             given = parse(parser(method.config, description), arguments)
             options = complete("train", take_options(given))
             config = resolve(method.config, options, presets=method.presets)
-            if given.get("resume"):  # a method that cannot go on refuses it at the first start
+            if given.get("resume"):  # A method without --resume refuses it at the first start too.
                 dataclasses.replace(config, resume=True).check(training=True)
             if config.resample and method.play_step:
                 raise UserError(f"--resample has no use: {method.name} plays its steps by itself")

@@ -118,6 +118,30 @@ def slots_of_block(table_ptr, page_stride, start, valid, PAGE: tl.constexpr, BLO
 
 
 @jit
+def tokens_of_split(range_ptr, split, splits, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """(first, last) of the range's tokens first:last that a split reads, in whole blocks."""
+    range_first = tl.load(range_ptr + 2)
+    range_last = tl.load(range_ptr + 3)
+    split_size = tl.maximum(tl.cdiv(range_last - range_first, splits), LEAST)
+    split_size = tl.cdiv(split_size, BLOCK) * BLOCK
+    first = range_first + split * split_size
+    last = tl.minimum(first + split_size, range_last)
+    return first, last
+
+
+@jit
+def online_softmax(score, value, running_max, running_sum, acc):
+    """Adds a block of scores and values to a partial result, rescaled to the new maximum."""
+    # A block's first token is always valid, so the new maximum is finite.
+    new_max = tl.maximum(running_max, tl.max(score, 1))
+    p = tl.exp2(score - new_max[:, None])
+    shrink = tl.exp2(running_max - new_max)
+    running_sum = running_sum * shrink + tl.sum(p, 1)
+    weighted = tl.dot(p.to(value.dtype), value, input_precision="ieee")
+    return new_max, running_sum, acc * shrink[:, None] + weighted
+
+
+@jit
 def split_kernel(
     q_ptr,
     k_pages_ptr,
@@ -154,13 +178,8 @@ def split_kernel(
     split = tl.program_id(1)
     begin = tl.load(range_ptr)
     end = tl.load(range_ptr + 1)
-    range_first = tl.load(range_ptr + 2)
-    range_last = tl.load(range_ptr + 3)
+    first, last = tokens_of_split(range_ptr, split, splits, LEAST, BLOCK)
     level = tl.load(range_ptr + 4)
-    split_size = tl.maximum(tl.cdiv(range_last - range_first, splits), LEAST)
-    split_size = tl.cdiv(split_size, BLOCK) * BLOCK
-    first = range_first + split * split_size
-    last = tl.minimum(first + split_size, range_last)
     table_ptr = block_table_ptr + begin.to(tl.int64) * row_stride
 
     m = tl.arange(0, TILE)
@@ -174,22 +193,15 @@ def split_kernel(
     running_max = tl.full((TILE,), float("-inf"), tl.float32)
     running_sum = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, DH), tl.float32)
-    # A block's first token is always valid, so running_max is finite after each block.
     for start in range(first, last, BLOCK):
         valid = start + j < last
         slot = slots_of_block(table_ptr, page_stride, start, valid, PAGE, BLOCK)
         at = (slot * HKV + kv_head)[:, None] * DH + d[None, :]
         key = tl.load(k_pages_ptr + at, mask=valid[:, None], other=0.0)
+        value = tl.load(v_pages_ptr + at, mask=valid[:, None], other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(valid[None, :], score, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(score, 1))
-        p = tl.exp2(score - new_max[:, None])
-        shrink = tl.exp2(running_max - new_max)
-        value = tl.load(v_pages_ptr + at, mask=valid[:, None], other=0.0)
-        running_sum = running_sum * shrink + tl.sum(p, 1)
-        weighted = tl.dot(p.to(value.dtype), value, input_precision="ieee")
-        acc = acc * shrink[:, None] + weighted
-        running_max = new_max
+        running_max, running_sum, acc = online_softmax(score, value, running_max, running_sum, acc)
 
     part = first_head * parts + level * shared_splits + split + offset * parts
     tl.store(part_max_ptr + part, running_max, mask=real)

@@ -44,7 +44,7 @@ from tools import web
 
 # Options that ask does not read, beside those that only training reads.
 NOT_FOR_ASK = {"name", "runs", "resume", "data", "grader", "eval_questions", "group", "max_calls"}
-BATCH = 512  # a rank's attempts that are played together, then written: a kill loses no more
+BATCH = 512  # attempts that a rank plays together and then writes; a kill loses at most these
 
 
 def main(
@@ -115,7 +115,7 @@ def frozen_model(checkpoint: Path) -> Path:
     if run is None or not (run / trainer.FROZEN).exists():
         raise UserError(
             f"{run or checkpoint}/{trainer.FROZEN} is missing, the model that plays the frozen "
-            f"role: copy the one there that the run began with, or let {checkpoint} play all roles"
+            f"role: copy the run's first model there, or let {checkpoint} play all roles"
         )
     return run / trainer.FROZEN
 
@@ -173,7 +173,7 @@ def open_files(run: Run, begun: bool) -> set[int]:
         refuse_other_questions(run.folder, run.asked)
     else:
         folders.write_json(run.folder / "table.json", [])  # marks the folder as an evaluation
-        logbook.settings(run)
+        logbook.write_settings(run)
     done = set()
     for path in folders.rollout_files(run.folder).values():
         lines = folders.read_lines(path)
@@ -285,7 +285,7 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     if text is not None:
         return answer(run, text)
-    sys.stdin.reconfigure(errors="surrogateescape")  # `answer` refuses such a line
+    sys.stdin.reconfigure(errors="surrogateescape")  # `answer` refuses a line that is not UTF-8.
     prompt = "> " if sys.stdin.isatty() else ""
     stopped = False
     while True:
@@ -298,7 +298,7 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
                 stopped = False
         except EOFError:
             return
-        except UserError as error:  # the next question may be a better one
+        except UserError as error:  # The next line may be a valid question.
             fail(error)
         except KeyboardInterrupt as error:
             # The first Ctrl-C cancels the episode. A second one may damage the sampler's state.

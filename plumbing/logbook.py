@@ -50,21 +50,22 @@ def open_folder(run: Run) -> int:
         if state:
             trainer.link_checkpoint(run.folder)  # a kill may have left it one state behind
         if first < run.config.steps:
-            settings(run)
+            write_settings(run)
             start_tracker(run)
             take_back(run, first)
 
     on_first_rank(fill)
-    if run.config.resample:  # earlier steps took so many more from the stream
+    if run.config.resample:  # The stream of questions goes on after the further questions.
         lines = read_lines(run.folder / "metrics.jsonl")
         run.resampled = sum(line["resampled"] for line in lines if line["step"] < first)
-    if run.config.needs_start():  # after the options, because a run cannot be resumed without them
+    # frozen/ comes after config.json: with frozen/ alone no run could go on or begin here.
+    if run.config.needs_start():
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)
     return first
 
 
-def settings(run: Run) -> None:
-    """Writes method.json, then config.json. The latter makes the run resumable."""
+def write_settings(run: Run) -> None:
+    """Writes method.json, then config.json, which makes the run resumable."""
     about = {"name": run.method.name, "roles": run.method.roles, "questions": run.asked}
     write_json(run.folder / "method.json", about)
     write_json(run.folder / "config.json", vars(run.config))
@@ -76,10 +77,11 @@ def take_back(run: Run, first: int) -> None:
     append_lines(path, [])  # makes the file if it does not exist
     write_whole(path, as_lines([line for line in read_lines(path) if line["step"] < first]))
     files = folders.rollout_files(run.folder)
-    # A run that had ended here wrote its final evaluation, which the resumed run does not repeat.
+    # A run that ended after `first` steps wrote its final evaluation to the file of step `first`.
+    # It stays if the resumed run has no evaluation there.
     if first in files and first % run.config.eval_every:
-        evaluated = [one for one in read_lines(files[first]) if one["split"] == "eval"]
-        write_whole(files.pop(first), as_lines(evaluated))
+        evaluation = [line for line in read_lines(files[first]) if line["split"] == "eval"]
+        write_whole(files.pop(first), as_lines(evaluation))
     for file in (run.folder / "report.md", *(files[step] for step in files if step >= first)):
         with on_disk(f"remove {file}"):
             file.unlink(missing_ok=True)
@@ -110,8 +112,8 @@ def write(
 def remove_states(run: Run) -> None:
     """Removes old states. The accuracies in metrics.jsonl say which state is the best one.
 
-    A step's line has the evaluation of the weights before the step, whose state is on the disk. The
-    run's last line also has the evaluation of the final weights.
+    A step's line may have an evaluation of the weights before that step, which the state of the
+    same number holds. The run's last line also has the evaluation of the final weights.
     """
     lines = read_lines(run.folder / "metrics.jsonl")
     keys = [(f"eval_step{end}", f"eval_accuracy{end}") for end in ("_before", "")]
@@ -179,12 +181,12 @@ def turn_record(turn: Turn, chat: Format) -> dict:
 def reader_record(reader: Context, chat: Format) -> dict:
     """A context that a turn opened: what it was given and wrote, and its turns if any."""
     sample = reader.sample
-    prompt = [*sample.mask, True].index(True)  # a reader whose server was lost wrote nothing
+    given = [*sample.mask, True].index(True)  # its length; if a server was lost, nothing follows
     turns = {"turns": [turn_record(turn, chat) for turn in reader.turns]} if reader.turns else {}
     return {
         "role": reader.role,
-        "prompt": chat.text(sample.tokens[:prompt]),
-        "note": chat.text(sample.tokens[prompt:]),
+        "prompt": chat.text(sample.tokens[:given]),
+        "note": chat.text(sample.tokens[given:]),
         "ids": packed(sample),
         "advantage": sample.advantage,
         "drawn": sample.loss_weight,
@@ -198,17 +200,17 @@ def reader_record(reader: Context, chat: Format) -> dict:
 
 def report(run: Run, metrics: dict) -> None:
     """One line a step."""
-    entropies = [shown(metrics[f"{role}_entropy"], 2) for role in run.method.roles]
+    entropies = [format_number(metrics[f"{role}_entropy"], 2) for role in run.method.roles]
     print_line(
         run,
-        f"step {metrics['step']}/{run.config.steps}  reward {shown(metrics['reward'], 3)}  "
+        f"step {metrics['step']}/{run.config.steps}  reward {format_number(metrics['reward'], 3)}  "
         f"calls {metrics['calls_per_question']:.2f}  malformed {metrics['malformed_share']:.3f}  "
         f"entropy {'/'.join(entropies)}  "
         f"{metrics['seconds_rollout']:.1f}+{metrics['seconds_train']:.1f} s",
     )
 
 
-def shown(value: float | None, digits: int) -> str:
+def format_number(value: float | None, digits: int) -> str:
     """A number, or a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
@@ -258,7 +260,7 @@ def start_tracker(run: Run) -> None:
     config = run.config
     if config.track == "none":
         return
-    options = {"project": run.method.name, "name": config.name, "config": {**vars(config)}}
+    options = {"project": run.method.name, "name": config.name, "config": dict(vars(config))}
     try:
         run.tracker = importlib.import_module(config.track).init(**options)
     except (Exception, SystemExit) as error:
@@ -271,8 +273,9 @@ def track(run: Run, metrics: dict) -> None:
     if run.tracker is None:
         return
     numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+    step = numbers.pop("step")
     try:
-        run.tracker.log(numbers, step=numbers.pop("step"))
+        run.tracker.log(numbers, step=step)
     except (Exception, SystemExit) as error:
         run.tracker = None
         print_line(run, f"--track {run.config.track} failed ({reason(error)}): going on without")
@@ -311,10 +314,10 @@ def draws(run: Run) -> dict[str, str]:
 
 def ends(lines: list[dict], key: str) -> tuple:
     """A key's values in the first and in the last evaluation. None if it was not logged."""
-    found = [line for line in lines if "eval_step" in line]
+    evaluations = [line for line in lines if "eval_step" in line]
     # A run of one step has both evaluations in one line.
-    first = found[0].get(f"{key}_before", found[0].get(key))
-    return first, found[-1].get(key)
+    first = evaluations[0].get(f"{key}_before", evaluations[0].get(key))
+    return first, evaluations[-1].get(key)
 
 
 def report_card(run: Run, lines: list[dict]) -> str:
@@ -322,7 +325,7 @@ def report_card(run: Run, lines: list[dict]) -> str:
     sums = Counter()
     for line in lines:
         sums.update({key: value for key, value in line.items() if isinstance(value, (int, float))})
-    evaluated = sums["seconds_eval"] + sums["seconds_eval_before"]
+    seconds_eval = sums["seconds_eval"] + sums["seconds_eval_before"]
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
     memory = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.1f} GiB"
@@ -341,7 +344,7 @@ def report_card(run: Run, lines: list[dict]) -> str:
         f"- versions: Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
         f"- seconds: {sums['seconds_rollout']:,.0f} rollouts, {sums['seconds_train']:,.0f} "
-        f"training, {evaluated:,.0f} evaluations",
+        f"training, {seconds_eval:,.0f} evaluations",
         f"- tokens: sampled in training {', '.join(sampled)}; trained "
         f"{sums['trained_tokens']:,.0f}",
         f"- calls: {sent}",

@@ -82,7 +82,7 @@ def build(
     machine = join(config)
     folder = Path(config.runs) / config.name
     lock = state = own_start = None
-    if config.resume:  # from the run's own files, since --model may have changed or be gone by now
+    if config.resume:  # The weights are the run's own: --model may have changed or be gone.
         lock = on_first_rank(lambda: reopen(config, method.name))
         state = trainer.newest(folder)
         if os.path.lexists(folder / trainer.FROZEN):
@@ -96,12 +96,7 @@ def build(
     servers = outside.pop("servers")
     sampler_config = replace(config, kv_tokens=outside.pop("kv_tokens"))  # from the memory plan
     tokenizer = models.load_tokenizer(start)
-    tools = outside["tools"]
-    if "<s2>" in tokenizer.get_vocab():  # Only a toy's language has it as a token.
-        chat = language(tokenizer, [tool.name for tool in tools])
-    else:
-        words = method.words(config, tools)
-        chat = ChatFormat(tokenizer, words, tools, models.declared_ends(start))
+    chat = make_format(method, config, start, tokenizer, outside["tools"], language)
     questions = first_questions(config, outside["question"]) + outside["eval_questions"]
     fingerprint = hashlib.sha256(repr(questions).encode()).hexdigest()
     if config.resume:
@@ -152,6 +147,13 @@ def build(
     return run
 
 
+def make_format(method: Method, config: Config, start, tokenizer, tools, language) -> Format:
+    """How the roles speak: a toy's language, or a chat model's template with the method's words."""
+    if "<s2>" in tokenizer.get_vocab():  # Only a toy's language has it as a token.
+        return language(tokenizer, [tool.name for tool in tools])
+    return ChatFormat(tokenizer, method.words(config, tools), tools, models.declared_ends(start))
+
+
 def first_questions(config: Config, question: Callable[[int], Question] | None) -> list[Question]:
     """All training questions where they are loaded, else those of the first step."""
     if isinstance(question, Questions):
@@ -160,10 +162,10 @@ def first_questions(config: Config, question: Callable[[int], Question] | None) 
 
 
 def load_models(config: Config, machine: Machine, origin, first, training: bool) -> tuple:
-    """The model from `origin`, and from `first` the one that the run began with.
+    """The model from `origin`, and the model from `first`, with which the run began.
 
-    Only frozen roles and the KL term need the second model. Otherwise it is the first model again,
-    with adapters too: without its adapters that model is the one that the run began with.
+    Only frozen roles and the KL term need the second model. Without them, or with adapters, the
+    first model is returned twice: with its adapters off, it is the model that the run began with.
     """
     # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Trained weights
     # are fp32. All others, such as those beside adapters, have the dtype of the arithmetic.

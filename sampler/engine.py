@@ -193,8 +193,8 @@ class Sampler:
         batch = decode.batch
         if kernels.use_triton(self.pool):
             max_rows = max_rows_of_range(self.model.heads // self.model.kv_heads)
-            rows_of_plan = batch.block_table, batch.lengths
-            batch.kv_ranges = plan_kv_ranges(*rows_of_plan, self.pages.size, max_rows)
+            table, lengths = batch.block_table, batch.lengths
+            batch.kv_ranges = plan_kv_ranges(table, lengths, self.pages.size, max_rows)
         batch = batch.to(self.device)
         batch.ids = self.newest[rows]
         if self.graphs:

@@ -86,12 +86,12 @@ class Pages:
         return [tuple(tokens[end - self.size : end]) for end in ends]
 
     def release(self, block_table: list[int], tokens: list[int]) -> None:
-        """Empties a block table of `tokens`. Pages that no other table has become free or kept."""
+        """Empties the block table of `tokens`. Pages in no other table become free or kept."""
         parent = 0
         for page, content in zip(block_table, self.split(tokens)):
             key = parent, content
             if key not in self.known:
-                self.known.pop(self.keys.get(page), None)  # Its old key has another page before it.
+                self.known.pop(self.keys.get(page), None)  # its key under an older parent, if any
                 self.known[key] = page, next(self.ids)
                 self.keys[page] = key
             parent = self.known[key][1]

@@ -239,11 +239,10 @@ class Scheduler:
         """One token for every ready row. It is counted now, before the host reads it."""
         if not self.decoding:
             return None
-        state = self.rows
-        decode = plan_decode(self.decoding, state, self.pages.size)
-        state.length[decode.rows] += 1
-        state.draws[decode.rows] += 1
-        self.decoding = [r for r in self.decoding if state.draws[r.row] < r.max_new_tokens]
+        decode = plan_decode(self.decoding, self.rows, self.pages.size)
+        self.rows.length[decode.rows] += 1
+        self.rows.draws[decode.rows] += 1
+        self.decoding = [r for r in self.decoding if self.rows.draws[r.row] < r.max_new_tokens]
         return decode
 
     # ---- postprocess
@@ -284,7 +283,7 @@ class Scheduler:
         (None, 0) if the conversation has pages already, or there is no page to share. Prompts are
         sorted, so the neighbours of a prompt have the longest prefixes in common with it. An equal
         prompt is shared except for its last token, which is fed again for its logits. Of other
-        prompts only full pages are shared. Kept pages are full and get a new holder.
+        prompts only full pages are shared. For kept pages a new Conversation is the holder.
         """
         prompt = conversation.prompt
         source, shared = None, 0

@@ -4,7 +4,7 @@ A state is the folder state/step_N. It has `model/` in Hugging Face's format, `o
 `state.json` with the step. LoRA adapters are merged into the model, and model/adapter/ has them
 too (lora.py). The folder gets its name when all files are on the disk (atomic.py). Then old states
 are removed. checkpoint/ is a link to the newest state's model. If a run was killed before it
-changed the link, `link_checkpoint` does so on resume. best/ is a link to the model with the best
+changed the link, `link_checkpoint` changes it on resume. best/ is a link to the model with the best
 evaluation.
 
 frozen/ is a copy of the model that a run began with. It exists only if a run needs that model until
@@ -61,7 +61,7 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
     weights = merged_weights(model)
     adapter_weights = {name: gather_full(p).cpu() for name, p in adapters(model).items()}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    moments = {}  # Before the first update PyTorch's function would make one to fill the state.
+    moments = {}  # Before the first update PyTorch's function would make an update to get some.
     if optimizer.state:
         moments = get_optimizer_state_dict(policy, optimizer, options=options)
 
@@ -87,7 +87,7 @@ def remove_states(folder: Path, accuracies: Mapping[int, float], every: int) -> 
     """Removes all states but the newest ones, the best one, and those of each `every`-th step.
 
     accuracies: step -> held-out accuracy of its weights; of equal ones the newest is the best.
-    best/ becomes a link to its model. Only rank 0 calls this.
+    best/ becomes a link to the best state's model. Only rank 0 calls this.
     """
     states = dict(whole_states(folder))
     steps_to_keep = list(states)[-STATES:]

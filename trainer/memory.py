@@ -106,7 +106,7 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     parts |= state | {"reference": size * weights * bool(config.kl_beta and not adapters)}
     # A micro-batch has the activations of all layers, and beside them either the logits or the
     # temporary tensors of one layer's backward pass.
-    no_autocast = config.fsdp or adapters  # Autocast converts no weights except the adapters.
+    no_autocast = config.fsdp or adapters  # Then autocast converts at most the adapters.
     width = D + (getattr(shape, "intermediate_size", None) or 4 * D) + head * heads + keys
     bytes_per_width = ACTIVATION_BYTES[0 if size == 4 else 1 + no_autocast]
     token_bytes = bytes_per_width * width + 7 * size * config.lora_rank  # in one layer

@@ -157,7 +157,7 @@ def compile_layers(model, compiler: str) -> None:
     first = layers(model)[0]
     compiled = first.forward  # not wrapped for recomputation yet, which the trial would confuse
 
-    def attempt(_, inputs, options) -> None:
+    def try_compiler(_, inputs, options) -> None:
         hook.remove()
         try:
             with torch.enable_grad():
@@ -168,7 +168,7 @@ def compile_layers(model, compiler: str) -> None:
             print(f"torch.compile failed, so training is slower: {cause}", flush=True)
             torch.compiler.set_stance("force_eager")
 
-    hook = first.register_forward_pre_hook(attempt, with_kwargs=True)
+    hook = first.register_forward_pre_hook(try_compiler, with_kwargs=True)
 
 
 def layers(model) -> nn.ModuleList:

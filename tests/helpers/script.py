@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from driver import Driver
 from rollout import Env, Trajectory
-from sampler import Completion
+from sampler import Completion, Request
 from tasks.format import Format
 from tasks.grading import grader
 
@@ -51,7 +51,7 @@ class Script:
         finish = "stop" if new[-1] in self.chat.stop_ids else "length"
         logprobs = [-(index + 1) / 10 for index in range(len(new))]
         completion = Completion(new, logprobs, finish)
-        self.queue.append(SimpleNamespace(error=None, completion=completion))
+        self.queue.append(Request(conversation, tokens, max_new_tokens, completion=completion))
         return self.queue[-1]
 
     def step(self):
