@@ -2,24 +2,29 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from bench import common, fidelity, gpu, kernels, pages, swap
+from bench import common, fidelity, gpu, kernels, pages, swap, train_step
 
 GPU_TESTS = "kernels_loss kernels_decode policy sampler".split()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("name", gpu.STEPS)
+@pytest.mark.parametrize("name", [*gpu.STEPS, *gpu.PARTS])
 def test_each_step_runs_in_small_by_the_lines_that_a_gpu_runs(name):
-    """No row fails but a peer's that is not installed."""
+    """No row fails but a peer's that is not installed. A part's row has its prediction."""
     bench = common.Bench(tiny=True)
-    gpu.STEPS[name](bench)
+    (gpu.STEPS | gpu.PARTS)[name](bench)
     assert bench.rows and all(
         "No module named" in row.get("failed", "No module named") for row in bench.rows
     )
+    assert all(("prediction" in row) == (name in gpu.PARTS) for row in bench.rows)
+    if name == "speed":
+        lacking = [] if find_spec("flash_attn") else [*train_step.OPEN][2:4]
+        assert [row["form"] for row in bench.rows if "idle, s" not in row] == lacking
 
 
 @pytest.mark.parametrize("shape", [("tiny", 3, 100, "own"), ("tiny", 8, 320, "shared")])
