@@ -19,8 +19,8 @@ sampled and greedily. The arms of a seed start from the same weights, except tho
 another way. RECORDS/NAME.json keeps what the table needs of an evaluation: which questions were
 right, counts by cell (whether RL has seen the country and the attribute; how good the notes are),
 the costs of a step. Beside RECORDS, table.json compares each arm, question by question, with its
-start and with MARS (McNemar's exact test, which ignores how seeds differ). An arm takes some four
-minutes on an H100 and 3 GB on disk.
+start and with MARS (McNemar's exact test, which ignores how seeds differ), and arms.png shows the
+sampled answers. An arm takes some four minutes on an H100 and 3 GB on disk.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
 """
@@ -34,9 +34,14 @@ from collections import Counter
 from pathlib import Path
 from statistics import mean
 
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from PIL import Image
+
 from atomic import made_once
 from bench.common import RESULTS, ROOT, provenance, publish, read_metrics
-from plumbing import folders
+from plumbing import curves, folders
 from plumbing.metrics import sign_test, with_interval
 from recipes import almanac, almanac_world
 from trainer.checkpoint import newest
@@ -250,6 +255,31 @@ def summarise(options: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def draw(options: argparse.Namespace, path: Path) -> None:
+    """Draws right answers, sampled: each arm's mean (bar), each seed (dot), its start (ring)."""
+    shares = {}
+    for record in options.records.glob("*-sampled.json"):
+        right, asked = folders.read_json(record)["cells"]["all"]
+        shares[record.stem] = right / asked
+    with matplotlib.rc_context(curves.LOOK | {"axes.grid.axis": "x", "axes.axisbelow": True}):
+        figure = Figure(figsize=(6, 3.4), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        axes.set_title("Right answers: mean (bar), each seed (dot), its start (ring)")
+        for arm in ARMS["almanac"]:
+            seeds = [seed for seed in options.seeds if f"{arm}-{seed}-sampled" in shares]
+            if seeds:
+                colours = [curves.COLOURS[seed % len(curves.COLOURS)] for seed in seeds]
+                ends = [shares[f"{arm}-{seed}-sampled"] for seed in seeds]
+                starts = [shares.get(f"{start_of(arm)}-{seed}-sampled") for seed in seeds]
+                axes.barh(arm, mean(ends), color="#dddddd")
+                axes.scatter(ends, [arm] * len(seeds), 20, colours)
+                axes.scatter(starts, [arm] * len(seeds), 20, "none", edgecolors=colours)
+        axes.invert_yaxis()
+        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        figure.savefig(path)
+    Image.open(path).convert("RGB").quantize().save(path)  # fewer than half of the bytes
+
+
 def compare(records: list[dict], others: list[dict | None], name: str) -> dict:
     """The questions that only an arm has right, those that only the other model has, and p.
 
@@ -321,6 +351,7 @@ def main() -> None:
     names = [path.stem.rsplit("-", 2) for path in options.records.glob("*-[0-9]*-*.json")]
     options.seeds = sorted({int(seed) for _, seed, _ in names})
     publish("table", summarise(options), options.records.parent)
+    draw(options, options.records.parent / "arms.png")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The measurements that need a GPU.
 
     python -m bench.gpu --step decode requests      whole steps (about ten minutes for all)
+    python -m bench.gpu --part speed --out FOLDER   what is open, beside predictions (four minutes)
     python -m bench.gpu --part almanac --seconds 300 --out FOLDER      three experiments at once
 
-Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. The part `almanac`
-trains 14 runs of recipes/almanac.py side by side. Its runs and records lie in FOLDER, so the same
-command goes on where the time was up.
+Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. The part `speed` is
+a step whose rows hold what was predicted; without flash-attn 4 (requirements-gpu.txt) two of them
+fail. The part `almanac` trains 14 runs of recipes/almanac.py side by side. Its runs and records lie
+in FOLDER, so the same command goes on where the time was up.
 
 The tests that need a GPU are another command:
 `python -m pytest -m gpu tests/test_kernels_*.py tests/test_policy.py tests/test_sampler.py`.
@@ -72,6 +74,7 @@ STEPS = {
     "training_step": train_step.steps,
     "lend": lend,
 }
+PARTS = {"speed": partial(train_step.steps, forms=train_step.OPEN)}
 
 
 # --- the almanac ----------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ def run_almanac(out: Path, seconds: float, jobs: list | None = None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--step", nargs="+", choices=STEPS)
-    parser.add_argument("--part", choices=["almanac"])
+    parser.add_argument("--part", choices=[*PARTS, "almanac"])
     parser.add_argument("--seconds", type=float, default=840, help="of the part almanac")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the rows")
     options = parser.parse_args()
@@ -161,6 +164,7 @@ if __name__ == "__main__":
     if options.part == "almanac":
         run_almanac(options.out, options.seconds)
     else:
-        for name in options.step or STEPS:
-            command = f"python -m bench.gpu --step {name}"
-            common.run(f"gpu_{name}", command, STEPS[name], options.out)
+        kind, parts = ("part", PARTS) if options.part else ("step", STEPS)
+        for name in options.step or parts:
+            command = f"python -m bench.gpu --{kind} {name}"
+            common.run(f"gpu_{name}", command, parts[name], options.out)

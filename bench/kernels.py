@@ -8,8 +8,8 @@ loss       The rate of useful operations beside that of a large product, in bf16
            30 ms forward, 92 ms with the backward pass.
 attention  The bytes of a call's keys and values over its time, as a share of a large copy's rate.
            The calls of one captured graph take their page tables in turn, so that no call finds
-           its pages in the L2 cache. Goal: 85 % with 64 rows of 4k. Rows that share pages are read
-           in two launches. Beside it, all pages are gathered for PyTorch's attention.
+           its pages in the L2 cache. Goal: 85 % with 64 rows of 4k. Beside it, all pages are
+           gathered for PyTorch's attention.
 
 Results: bench/results/gpu_STEP.json. Tests: pytest tests/test_bench.py tests/test_bench_gpu.py
 """
@@ -150,18 +150,11 @@ HEADS = {"Qwen3-8B": (32, 8, 128), "tiny": (4, 2, 16)}
 PAGE = 64  # tokens, as the sampler has them on a GPU
 COLD = 512 << 20  # bytes that a graph reads before it reads a page again: ten L2 caches
 CALLS = 32  # launches in a captured graph
-# Model, rows, context, and whose the pages are: "own" to each row, or "shared": eight rows at a
-# time have 7/8 of their pages in common.
-ATTENTION = [
-    ("Qwen3-8B", 64, 4096, "own"),
-    ("Qwen3-8B", 64, 4096, "shared"),
-    ("Qwen3-8B", 1, 4096, "own"),
-    ("Qwen3-8B", 256, 1024, "own"),
-    ("Qwen3-8B", 1, 32768, "own"),
-]
+# Model, rows, context.
+ATTENTION = [("Qwen3-8B", *shape) for shape in ((64, 4096), (1, 4096), (256, 1024), (1, 32768))]
 
 
-def attention_case(model: str, rows: int, context: int, pages: str, calls: int = CALLS) -> tuple:
+def attention_case(model: str, rows: int, context: int, calls: int = CALLS) -> tuple:
     """Returns the bytes that a call reads, and the arguments of calls on different random pages."""
     Hq, Hkv, Dh = HEADS[model]
     lengths = torch.full((rows,), context)
@@ -170,10 +163,6 @@ def attention_case(model: str, rows: int, context: int, pages: str, calls: int =
     pages_a_row = math.ceil(context / PAGE)
     count = sets * rows * pages_a_row
     tables = torch.randperm(count).int().view(sets, rows, pages_a_row)
-    shared = pages_a_row * 7 // 8 if pages == "shared" else 0
-    for first in range(0, rows, 8):
-        tables[:, first : first + 8, :shared] = tables[:, first : first + 1, :shared]
-    saved = (rows - math.ceil(rows / 8)) * shared * PAGE
     new = partial(torch.randn, device=common.DEVICE, dtype=common.DTYPE)
     q, k_pages, v_pages = new(rows, Hq, Dh), *new(2, count, PAGE, Hkv, Dh)
     arguments = []
@@ -182,7 +171,7 @@ def attention_case(model: str, rows: int, context: int, pages: str, calls: int =
         kv_ranges = plan_kv_ranges(table.numpy(), lengths.numpy(), PAGE, max_rows)
         planned = (table, lengths.int(), torch.from_numpy(kv_ranges))
         arguments.append((q, k_pages, v_pages, *(x.to(common.DEVICE) for x in planned)))
-    return (rows * context - saved) * token, arguments
+    return rows * context * token, arguments
 
 
 def mars_attention(q, k_pages, v_pages, table, lengths, kv_ranges):
@@ -230,7 +219,7 @@ def attention(bench: common.Bench) -> None:
         rate = size / row["µs, median"] * 1e6
         return row | {"share of copy": rate / common.rates()["copy"]}
 
-    for shape in [("tiny", 2, 24, "own")] if bench.tiny else ATTENTION:
+    for shape in [("tiny", 2, 24)] if bench.tiny else ATTENTION:
         for name, form in FORMS.items():
-            row = dict(zip(("model", "rows", "context", "pages"), shape)) | {"form": name}
+            row = dict(zip(("model", "rows", "context"), shape)) | {"form": name}
             bench.measure(row, partial(measurement, shape, form))

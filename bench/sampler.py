@@ -18,6 +18,7 @@ Results: bench/results/sampler_smollm2.json. Tests: pytest tests/test_bench.py
 """
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import random
@@ -171,12 +172,20 @@ def decode(bench: common.Bench) -> None:
         bench.measure(name, partial(decode_steps, size, rows, context, steps))
 
 
+def force_attention(name: str | None) -> contextlib.AbstractContextManager:
+    """A context in which attention on CUDA is one of ATTENTIONS. None: the code chooses."""
+    if name is None:
+        return contextlib.nullcontext()
+    package = ATTENTIONS[name]
+    function = package and importlib.import_module(package).flash_attn_varlen_func
+    return mock.patch.object(varlen, "choose_flash_attention", lambda q: function)
+
+
 def prefill(bench: common.Bench) -> None:
     """A row for each attention: prefilled tokens per second."""
     size, context = (TINY, 96) if bench.tiny else (QWEN3_8B, 24_576)
 
-    def run(package: str | None) -> dict:
-        function = package and importlib.import_module(package).flash_attn_varlen_func
+    def run(attention: str) -> dict:
         sampler = make_sampler(size, context + 128, 1)
         rng = random.Random(0)
         prompts = iter([random_tokens(rng, context, size["vocab_size"]) for _ in range(4)])
@@ -184,12 +193,12 @@ def prefill(bench: common.Bench) -> None:
         def read() -> None:
             sampler.generate([next(prompts)], max_new_tokens=1)
 
-        with mock.patch.object(varlen, "choose_flash_attention", lambda q: function):
+        with force_attention(attention):
             seconds = common.timed(read, 3)
         return common.spread("tokens/s", [context / each for each in seconds])
 
-    for name, package in ATTENTIONS.items():
-        bench.measure({"attention": name}, partial(run, package))
+    for name in ATTENTIONS:
+        bench.measure({"attention": name}, partial(run, name))
 
 
 def requests(bench: common.Bench) -> None:

@@ -2,6 +2,7 @@
 
     python -m bench.train_step                            on a CPU, one thread, two minutes
     python -m bench.gpu --step training_step              on a GPU
+    python -m bench.gpu --part speed                      what is open on a GPU, with predictions
 
 The packed step is the trainer's (micro_batches, backward). The padded step is what code around
 Hugging Face models does: batches of 4 samples, right-padded, with an attention mask, in random
@@ -24,17 +25,19 @@ from functools import partial
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 
 import kernels
 import trainer
 from bench import common
-from bench.sampler import QWEN3_0_6B, SMALL, TINY, random_model, random_tokens
+from bench.sampler import QWEN3_0_6B, SMALL, TINY, force_attention, random_model, random_tokens
 from config import Config
 from grpo import token_weights
 from rollout import Sample
 from sampler import Completion
 from trainer.memory import memory_parts
+from trainer.policy import layers
 
 OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
 PADDED_ROWS = 4
@@ -103,6 +106,21 @@ FORMS = {
     "padded, random order": {},
     "padded, sorted by length": {"by_length": True},
 }
+# What is open, with predictions for an H200. There kernels took 0.94 s of the kept step (0.99 s)
+# and 1.20 s of the recomputed one (1.48 s), attention 0.38 and 0.47: 0.09 s forward, 0.29 backward.
+# In 24k tokens' prefill (1.12 s, with flash-attn 4 0.86) products and the rest take 0.56 s, so it
+# needs 0.53 of attention's time; backward we assume 0.6, and 0.01 s a pass for repeated keys. The
+# host needs 1.2 ms for each of 140 layer passes forward, again, and backward. Reentrant, the card
+# should be idle as in the kept step. If the host works all the time, flash-attn 4 gains nothing.
+PYTORCH = {"packed": True, "attention": "PyTorch"}
+FLASH_4 = {"packed": True, "attention": "flash-attn 4"}
+OPEN = {
+    "recomputed": PYTORCH | {"prediction": "1.48 s, idle 0.28, host 0.5"},
+    "kept": PYTORCH | {"recompute": False, "prediction": "0.99 s, idle 0.05, host 0.3"},
+    "recomputed, flash-attn 4": FLASH_4 | {"prediction": "1.26 s, idle 0.28"},
+    "kept, flash-attn 4": FLASH_4 | {"recompute": False, "prediction": "0.83 s, idle 0.05"},
+    "reentrant": PYTORCH | {"recompute": "reentrant", "prediction": "1.25 s, idle 0.05"},
+}
 
 
 def planned_bytes(size: dict, capacity: int, recompute: bool) -> float:
@@ -111,6 +129,29 @@ def planned_bytes(size: dict, capacity: int, recompute: bool) -> float:
     parts = memory_parts(Qwen3Config(**size), config, capacity, 1, "cuda", True)
     names = ("weights", "gradients", "optimizer", "copies", "micro-batch")
     return sum(parts[name] for name in names)
+
+
+def reentrant(forward: Callable, *inputs, **options):
+    """A layer with reentrant checkpointing: its first forward pass makes no graph."""
+    run = partial(forward, **options)
+    return checkpoint(run, *inputs, use_reentrant=True, preserve_rng_state=False)
+
+
+def idleness(step: Callable) -> dict:
+    """Columns: seconds of a profiled step, those of the idle card, those in which the host works.
+
+    A call of CUDA that takes more than 30 µs waits for the card or for room in its queue.
+    """
+    activity = getattr(torch.profiler.ProfilerActivity, common.DEVICE.type.upper())
+    with torch.profiler.profile(activities=[activity]) as profile:
+        start = common.clock()
+        step()
+        seconds = common.clock() - start
+    events = profile.events()
+    card = sum(event.self_device_time_total for event in events) / 1e6
+    calls = (event.self_cpu_time_total for event in events)  # with a GPU no other CPU events
+    waits = sum(call for call in calls if call > 30) / 1e6
+    return {"profiled, s": seconds, "idle, s": seconds - card, "host, s": seconds - waits}
 
 
 def setting(tiny: bool) -> tuple[dict, list[Sample], int]:
@@ -126,7 +167,10 @@ def setting(tiny: bool) -> tuple[dict, list[Sample], int]:
 def make_step(
     size, samples, capacity, *, packed=False, recompute=True, compiled=True, by_length=False
 ) -> tuple[torch.nn.Module, Callable]:
-    """A random model, and a function: a step, its loss, tokens computed, the gradient's norm."""
+    """A random model, and a function: a step, its loss, tokens computed, the gradient's norm.
+
+    recompute: True, False, or "reentrant". On a CPU only "reentrant" recomputes.
+    """
     device = common.DEVICE
     cuda = device.type == "cuda"
     model = random_model(size, device)
@@ -135,10 +179,12 @@ def make_step(
     if by_length:
         batches.sort(key=lambda batch: batch.tokens.numel())
     if packed:
-        form = {"recompute_activations": cuda and recompute}
+        form = {"recompute_activations": cuda and recompute is True}
         if compiled:
             form["compiler"] = "eager" if size is TINY else trainer.compiler_of(device)
         policy = trainer.Policy(model, bf16=cuda, **form)
+        for layer in layers(model) if recompute == "reentrant" else ():
+            layer.forward = partial(reentrant, layer.forward)
         run = partial(packed_step, policy, batches)
     else:
         run = partial(padded_step, model, batches)
@@ -158,28 +204,32 @@ def make_step(
     return model, step
 
 
-def steps(bench: common.Bench) -> None:
+def steps(bench: common.Bench, forms: dict = FORMS) -> None:
     """A row for each form; on a GPU with an optimizer step."""
     cuda = torch.cuda.is_available()
     size, samples, capacity = setting(bench.tiny)
     expected = []  # the loss and the gradient's norm of the first form
 
-    def measurement(**form) -> dict:
-        _, step = make_step(size, samples, capacity, **form)
-        loss, computed, norm = step()
-        if not expected:
-            expected.extend((loss, norm))
-        for value, first in zip((loss, norm), expected):
-            if abs(value - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
-                raise ValueError(f"loss or gradient differs: {loss}, {norm}, not {expected}")
-        row = {"peak GB": common.peak_bytes(step) / 1e9, "tokens computed": computed}
-        if "packed" in form:
-            row["planned GB"] = planned_bytes(size, capacity, form.get("recompute", True)) / 1e9
-        return row | common.spread("s", common.timed(step, 1 if bench.tiny else 3))
+    def measurement(attention=None, prediction=None, **form) -> dict:
+        with force_attention(attention):
+            _, step = make_step(size, samples, capacity, **form)
+            loss, computed, norm = step()
+            if not expected:
+                expected.extend((loss, norm))
+            for value, first in zip((loss, norm), expected):
+                if abs(value - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
+                    raise ValueError(f"loss or gradient differs: {loss}, {norm}, not {expected}")
+            row = {"peak GB": common.peak_bytes(step) / 1e9, "tokens computed": computed}
+            if "packed" in form:
+                kept = form.get("recompute") is False
+                row["planned GB"] = planned_bytes(size, capacity, not kept) / 1e9
+            row |= common.spread("s", common.timed(step, 1 if bench.tiny else 3))
+            return row | (idleness(step) if prediction else {})
 
-    for name, form in FORMS.items():
+    for name, form in forms.items():
         if cuda or bench.tiny or not form.keys() & {"recompute", "compiled"}:
-            bench.measure({"form": name}, partial(measurement, **form))
+            row = {"form": name, "prediction": form.get("prediction", math.nan)}
+            bench.measure(row, partial(measurement, **form))
 
 
 if __name__ == "__main__":

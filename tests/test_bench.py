@@ -107,6 +107,7 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
     assert run["against start"] == "+6 −1" and "against mars" not in run
     assert run["p start"] == pytest.approx(2 * 8 / 2**7)
     assert (frozen["arm"], frozen["against mars"]) == ("frozen", "+0 −1")
+    assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_toy_runs_are_tabulated_by_arithmetic_and_summarised(tmp_path, monkeypatch, capsys):

@@ -2,29 +2,42 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from bench import common, fidelity, gpu, kernels, pages, swap
+from bench import common, fidelity, gpu, kernels, pages, swap, train_step
 
 GPU_TESTS = "kernels_loss kernels_decode policy sampler".split()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("name", gpu.STEPS)
-def test_each_step_runs_in_small_by_the_lines_that_a_gpu_runs(name):
-    """No row fails but a peer's that is not installed."""
+@pytest.mark.parametrize("name", [*gpu.STEPS, *gpu.PARTS])
+def test_each_step_runs_in_small_by_the_lines_that_a_gpu_runs(name, monkeypatch):
+    """No row fails but a peer's that is not installed. A part's row has its prediction."""
+    reentrant = []
+
+    def count(*given, **options):
+        reentrant.append(options["use_reentrant"])
+        return checkpoint(*given, **options)
+
+    monkeypatch.setattr(train_step, "checkpoint", count)
     bench = common.Bench(tiny=True)
-    gpu.STEPS[name](bench)
+    (gpu.STEPS | gpu.PARTS)[name](bench)
     assert bench.rows and all(
         "No module named" in row.get("failed", "No module named") for row in bench.rows
     )
+    assert all(("prediction" in row) == (name in gpu.PARTS) for row in bench.rows)
+    if name == "speed":
+        lacking = [] if find_spec("flash_attn") else [*train_step.OPEN][2:4]
+        assert [row["form"] for row in bench.rows if "idle, s" not in row] == lacking
+    assert all(reentrant) and bool(reentrant) == (name == "speed")
 
 
-@pytest.mark.parametrize("shape", [("tiny", 3, 100, "own"), ("tiny", 8, 320, "shared")])
-def test_attention_forms_agree_and_their_bytes_are_counted(shape):
-    size, [given] = kernels.attention_case(*shape, calls=1)
+def test_attention_forms_agree_and_their_bytes_are_counted():
+    size, [given] = kernels.attention_case("tiny", 3, 100, calls=1)
     ours, plain = (form(*given) for form in kernels.FORMS.values())
     torch.testing.assert_close(ours, plain)
     _, _, _, table, lengths, _ = given
