@@ -7,16 +7,22 @@
 Every arm is trained and evaluated anew at each length (--page_fields of the recipe). A single agent
 gives a page at most half of its context, 4,096 tokens, so it must cut longer pages; BM25's passages
 and readers see all of them. The runs are those of bench.arms: a stopped command goes on where it
-was. Results: bench/results/almanac/pages.json. Tests: pytest tests/test_almanac.py
+was. Results: bench/results/almanac/pages.json and pages.png. Tests: pytest tests/test_almanac.py
 """
 
 import argparse
 import copy
+import io
 from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from bench import arms
 from bench.common import RESULTS, ROOT, publish
-from plumbing import folders
+from plumbing import curves, folders
+from plumbing.metrics import wilson_interval
 
 # --page_fields -> the median length of a page, in tokens of SmolLM2
 LENGTHS = {1: 1500, 2: 2900, 6: 6000, 0: 8600}
@@ -31,6 +37,30 @@ def at_length(options: argparse.Namespace, fields: int) -> argparse.Namespace:
     own.decodings = ("sampled",)
     own.more = ["--page_fields", str(fields), "--sys1_prompt", "1000", *options.more]
     return own
+
+
+def picture(rows: list[dict]) -> bytes:
+    """A PNG: the share of right answers (sampled) by page length, a curve for each arm."""
+    png = io.BytesIO()
+    with matplotlib.rc_context(curves.LOOK):
+        figure = Figure(figsize=(6, 3.2), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        for arm, colour in zip(ARMS, curves.COLOURS):
+            own = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["tokens"])
+            shares = [row["right"] / row["asked"] for row in own]
+            bounds = [wilson_interval(row["right"], row["asked"]) for row in own]
+            errors = [[s - low, high - s] for s, (low, high) in zip(shares, bounds)]
+            tokens = [row["tokens"] for row in own]
+            if own:
+                axes.errorbar(
+                    tokens, shares, yerr=list(zip(*errors)), fmt="o-", color=colour, label=arm
+                )
+        axes.set_xlabel("tokens of a page (median)")
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.legend()
+        figure.savefig(png, format="png")
+    return png.getvalue()
 
 
 def tabulate(options: argparse.Namespace) -> list[dict]:
@@ -63,7 +93,9 @@ def main() -> None:
     options, options.more = parser.parse_known_args()
     for fields in () if options.table else options.lengths:
         arms.run_missing(at_length(options, fields))
-    publish("pages", tabulate(options), RESULTS / "almanac")
+    rows = tabulate(options)
+    publish("pages", rows, RESULTS / "almanac")
+    print(folders.write_whole(RESULTS / "almanac" / "pages.png", picture(rows)))
 
 
 if __name__ == "__main__":

@@ -386,7 +386,7 @@ def test_every_system_2_is_paired_with_every_reader_once(tmp_path):
 
 
 @needs_pages
-def test_page_lengths_are_tabulated(tmp_path, monkeypatch):
+def test_page_lengths_are_tabulated_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(almanac, "warm_model", lambda config, tools: models.SMOLLM2)
     options = SimpleNamespace(runs=tmp_path, records=tmp_path, seeds=[0], more=[])
     for fields, right in ((1, "1100"), (6, "1000")):
@@ -396,6 +396,7 @@ def test_page_lengths_are_tabulated(tmp_path, monkeypatch):
         (folder / "mars-0-sampled.json").write_text(json.dumps(record))
     rows = pages.tabulate(options)
     assert [(row["tokens"], row["right"]) for row in rows] == [(1500, 2), (6000, 1)]
+    assert pages.picture(rows).startswith(b"\x89PNG")
     for fields in pages.LENGTHS:
         more = pages.at_length(options, fields).more
         for arm in pages.ARMS:
