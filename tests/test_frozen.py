@@ -112,6 +112,13 @@ def resume(run: Path, begin: Path, steps: int) -> int:
     return command(*line, *FROZEN, "--resume", grade=half)
 
 
+def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played):
+    """Not with what the start has become in the meantime."""
+    assert resume(run, run / "checkpoint", 3) == 0
+    _, system1 = played
+    assert same(system1, base)
+
+
 def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, base, played):
     """As after a kill in its first steps, although the start is gone."""
     shutil.rmtree(run / "state")
@@ -127,7 +134,6 @@ def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, bas
     [
         ("products by oneDNN", "--lora_rank 4"),
         ("products by PyTorch", "--kl_beta 0.05"),
-        ("products by oneDNN", "--system1 frozen"),
         ("products by PyTorch", ""),
     ],
     indirect=["products_by"],
@@ -135,7 +141,7 @@ def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, bas
 def test_a_resumed_run_does_not_notice_what_became_of_its_start(
     products_by, options, base, tmp_path
 ):
-    """Adapters, KL term and frozen role go on beside what it began with; else that may be gone."""
+    """Adapters and the KL term go on beside what the run began with; else --model may be gone."""
     begin = shutil.copytree(base, tmp_path / "start")
     line = ["--model", begin, "--name", "x", "--steps", 2, *SMALL, *options.split(), "--lr", 1e-3]
     line += ["--eval_every", 1, "--eval_questions", 2]
