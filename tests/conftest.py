@@ -25,7 +25,7 @@ settings.load_profile("mars")
 from loopback import server, waits  # noqa: E402, F401
 
 # With --dist loadfile a file is one process's, so the longest ones begin first.
-LONGEST = [f"test_{name}.py" for name in ("compiled_layers", "mars", "python_tool", "real_model")]
+LONGEST = [f"test_{name}.py" for name in ("compiled_layers", "mars", "python_tool", "vllm")]
 
 
 def pytest_configure(config):
