@@ -24,6 +24,17 @@ settings.load_profile("mars")
 # Fixtures: a loopback server, and pauses that are noted instead of slept.
 from loopback import server, waits  # noqa: E402, F401
 
+# With --dist loadfile a file is one process's, so the longest ones begin first.
+LONGEST = [f"test_{name}.py" for name in ("compiled_layers", "mars", "python_tool", "vllm")]
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # pytest-xdist would begin the files with most tests
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
 
 @pytest.fixture(scope="module", params=["products by PyTorch", "products by oneDNN"])
 def products_by(request):

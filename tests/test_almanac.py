@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers import tiny
 from helpers.chat import QWEN25, tokenizer
 from helpers.samples import text_of
 from helpers.stopped import options_of
@@ -162,6 +163,23 @@ def test_a_warm_start_follows_its_model_and_the_limits_of_its_demonstrations(mon
     assert folder(credit="own", lr=1.0) == first
     weights.write_bytes(b"other weights")
     assert len({first, folder(), folder(sys1_prompt=900), folder(page_fields=2)}) == 4
+
+
+@needs_pages
+def test_what_is_refused_is_refused_before_the_warm_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(almanac, "warm_model", lambda *given: pytest.fail("a warm start began"))
+    monkeypatch.chdir(tmp_path)
+    Path("runs/taken/own").mkdir(parents=True)
+    model = str(tiny.saved("qwen3", tmp_path / "model"))
+    refused = {
+        "--name taken": "runs/taken exists",
+        "--kv_tokens 999999999": "GiB",
+        "--preset paper": "choose from almanac, almanac-short",
+        "--page_fields -1": "--page_fields must be at least 0",
+    }
+    for line, reason in refused.items():
+        assert almanac.main(["--model", model, *line.split()]) == 2
+        assert reason in capsys.readouterr().err
 
 
 LIMA = Fact("Peru", "capital", ("Lima",), "Peru: Government", "Capital\nname: Lima")

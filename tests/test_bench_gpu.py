@@ -1,11 +1,11 @@
 """The measurements on a GPU, as far as a CPU can run them."""
 
-import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
+from helpers.launch import launch
 from torch.utils.checkpoint import checkpoint
 
 from bench import common, fidelity, gpu, kernels, pages, swap, train_step
@@ -46,17 +46,18 @@ def test_attention_forms_agree_and_their_bytes_are_counted():
     assert 0 <= held - size < len(table) * kernels.PAGE * 2 * 2 * 16 * 2
 
 
-def test_gpu_tests_are_collected_without_bm25s(tmp_path, monkeypatch):
+def collect_without_bm25s() -> None:
+    assert "bm25s" not in sys.modules
+    sys.modules["bm25s"] = None
+    files = [f"{common.ROOT}/tests/test_{name}.py" for name in GPU_TESTS]
+    assert pytest.main(["-m", "gpu", "--collect-only", *files]) == 0
+
+
+def test_gpu_tests_are_collected_without_bm25s(tmp_path):
     """A machine with a GPU may lack bm25s; its import must not hide a test that needs the GPU."""
-    (tmp_path / "lacking.py").write_text('import sys\nsys.modules["bm25s"] = None\n')
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    files = [f"tests/test_{name}.py" for name in GPU_TESTS]
-    line = [sys.executable, "-m", "pytest", "-m", "gpu", *files]
-    line += ["--collect-only", "-q", "-p", "lacking"]
-    listing = subprocess.run(line, cwd=common.ROOT, capture_output=True, text=True)
-    assert listing.returncode == 0, listing.stdout + listing.stderr
+    assert launch(collect_without_bm25s, log=tmp_path / "log", world=1) == 0
     for name in GPU_TESTS[1:]:
-        assert f"test_{name}" in listing.stdout
+        assert f"test_{name}" in (tmp_path / "log").read_text()
 
 
 def test_the_jobs_of_the_almanac_wait_for_files_that_other_jobs_write(tmp_path, monkeypatch):

@@ -25,8 +25,6 @@ from rollout import Sample, Trajectory
 from sampler import Completion
 from tasks.questions import Question
 
-pytestmark = pytest.mark.usefixtures("products_by")
-
 # question: (reward, System 1 samples) of each attempt
 PLAN = {
     0: [(1.0, 3), (0.0, 1), (0.0, 0)],
@@ -336,6 +334,7 @@ def test_further_questions_are_played_until_enough_groups_differ_on_any_number_o
         assert {added for _, _, added in told} == {position - count * (step + 1)}
 
 
+@pytest.mark.usefixtures("products_by")
 @pytest.mark.parametrize("kind", ["token", "sequence", "off"])
 def test_what_is_trained_is_weighed_by_the_gap_to_the_sampler(kind):
     """`prepare`, beside each sample scored by itself."""

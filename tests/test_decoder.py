@@ -1,6 +1,6 @@
 """The sampler's transformer: which models it takes, its weights, its small operations, its graphs.
 
-That it says what transformers says is tested in tests/test_sampler.py.
+That it says what transformers says, by packed weights and plain ones: tests/test_sampler.py.
 """
 
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from helpers.tiny import CPU, SHAPE, config_of, lively
 
 from sampler import Sampler, graphs
 from sampler.graphs import Graphs
-from sampler.model import PACKED_ROWS, Model, unsupported
+from sampler.model import Model, unsupported
 from sampler.plan import Batch
 
 DYNAMIC = dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
@@ -32,20 +32,6 @@ def test_a_model_that_is_not_supported_is_refused_with_the_reason(kind, options,
     if kind == "Gemma":
         with pytest.raises(ValueError, match="GemmaForCausalLM .architecture gemma.*--server"):
             Sampler(lively(kind), max_tokens=256)
-
-
-@pytest.mark.parametrize("length", [PACKED_ROWS - 1, PACKED_ROWS])
-@pytest.mark.parametrize("bias", [False, True])
-def test_packed_weights_give_the_same_products(length, bias):
-    """Few rows use the plain matrix and many the packed one; new weights reach both."""
-    forward = Model(lively("Llama", attention_bias=bias, mlp_bias=bias), torch.float32, CPU)
-    other = lively("Llama", attention_bias=bias, mlp_bias=bias)
-    for parameter in other.parameters():
-        torch.nn.init.normal_(parameter)
-    forward.load(other)
-    x = torch.randn(length, SHAPE["intermediate_size"])
-    expected = other.model.layers[1].mlp.down_proj(x)
-    assert torch.allclose(forward.linear(x, "1.down"), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_size_that_the_kernel_does_not_take_is_refused_on_cuda():

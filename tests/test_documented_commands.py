@@ -40,7 +40,7 @@ DOCS = {path.name: path.read_text() for path in REPO.glob("docs/*.md") if path.s
 PAGE = DOCS["real_models.md"]
 ONE_GPU = PAGE.partition("## One GPU\n")[2].partition("\n## ")[0]
 NAMING = DOCS["walkthrough.md"] + DOCS["choices.md"]
-SMALL = "--model start/toy --steps 1 --questions 4 --group 2 --eval_questions 4 --kv_tokens 8192"
+SMALL = "--model start/toy --steps 1 --questions 4 --group 2 --eval_questions 2 --kv_tokens 8192"
 COMMAND = re.compile(
     r"(?:^|`|&& |  |: )(?:\.venv/bin/)?"
     r"((?:python3?|torchrun) [^`\n]+?|(?:bench|siblings)\.\w+(?: -[^`\n]*)?)(?=$|`|  | &&|\. |\.$)",
@@ -111,7 +111,7 @@ def test_commands_run_as_they_are_typed(base, tmp_path, monkeypatch, capfd):
         _, *words = shlex.split(line.partition(" < ")[0])
         if not {"eval", "ask", "view.py", "-c", "--help", "tools.python"} & {*words}:
             words += SMALL.split()
-        words += ["--eval_questions", "4"] * ("eval" in words)
+        words += ["--eval_questions", "2"] * ("eval" in words)
         try:
             start(words)
         except SystemExit as ended:

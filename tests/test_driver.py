@@ -1,22 +1,19 @@
 """The driver, over the real sampler: what shares a batch, what waits for what, how it ends."""
 
 import functools
+import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.launch import start
 
 from driver import Driver
 from sampler import Sampler
 from tools import ToolError
 from toy import base_model, language
-
-REPO = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -130,21 +127,19 @@ def test_a_late_answer_is_a_failure_however_busy_the_others_are(sampler, determi
     driver.run([failure(), neighbour()])
 
 
-def test_ctrl_c_ends_a_run_in_seconds_while_a_tool_hangs():
-    program = """
-import time
-from driver import Driver
-driver = Driver([], deterministic=True)
-print("started", flush=True)
-driver.run([driver.call(lambda: time.sleep(1000), 1000)])
-"""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    child = subprocess.Popen([sys.executable, "-c", program], cwd=REPO, **pipes)
-    try:
-        assert child.stdout.readline() == b"started\n"
-        time.sleep(0.3)
-        child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=100) != 0
-        assert b"KeyboardInterrupt" in child.stderr.read()
-    finally:
-        child.kill()
+def hang() -> None:
+    driver = Driver([], deterministic=True)
+    print("started", flush=True)
+    driver.run([driver.call(lambda: time.sleep(1000), 1000)])
+
+
+def test_ctrl_c_ends_a_run_in_seconds_while_a_tool_hangs(tmp_path):
+    log = tmp_path / "log"
+    (child,) = start(hang, log=log)
+    while child.is_alive() and not (log.exists() and "started" in log.read_text()):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(child.pid, signal.SIGINT)
+    child.join(100)
+    child.kill()
+    assert child.exitcode == 1 and "KeyboardInterrupt" in log.read_text()

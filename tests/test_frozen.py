@@ -14,13 +14,11 @@ from plumbing import models, start
 from sampler import Sampler
 from trainer import load_model
 
-pytestmark = pytest.mark.usefixtures("products_by")
-
 FROZEN = ["--system1", "frozen", "--kl_beta", "0.01", "--inner_steps", "1"]
 
 
 @pytest.fixture(scope="module")
-def trained(base, tmp_path_factory):
+def trained(base, products_by, tmp_path_factory):
     """runs/x of two steps with System 1 frozen."""
     folder = tmp_path_factory.mktemp("runs")
     begin = shutil.copytree(base, folder / "start")
@@ -131,13 +129,25 @@ def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, bas
     assert [line["step"] for line in metrics(run)] == [0]
 
 
-@pytest.mark.parametrize("options", ["--lora_rank 4", "--kl_beta 0.05", ""])
-def test_a_resumed_run_does_not_notice_what_became_of_its_start(options, base, tmp_path):
+@pytest.mark.parametrize(
+    "products_by, options",
+    [
+        ("products by oneDNN", "--lora_rank 4"),
+        ("products by PyTorch", "--kl_beta 0.05"),
+        ("products by PyTorch", ""),
+    ],
+    indirect=["products_by"],
+)
+def test_a_resumed_run_does_not_notice_what_became_of_its_start(
+    products_by, options, base, tmp_path
+):
     """Adapters and the KL term go on beside what the run began with; else --model may be gone."""
     begin = shutil.copytree(base, tmp_path / "start")
-    line = ["--model", begin, "--runs", tmp_path, *SMALL, *options.split(), "--lr", 1e-3]
-    assert command(*line, "--name", "whole", "--steps", 2, grade=half) == 0
-    assert command(*line, "--name", "x", "--steps", 1, grade=half) == 0
+    line = ["--model", begin, "--name", "x", "--steps", 2, *SMALL, *options.split(), "--lr", 1e-3]
+    line += ["--eval_every", 1, "--eval_questions", 2]
+    assert command(*line, "--runs", tmp_path / "whole", grade=half) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut", symlinks=True)
+    shutil.rmtree(tmp_path / "cut/x/state/step_000002")
     other = load_model(begin, "cpu")
     shutil.rmtree(begin)
     if options:
@@ -145,9 +155,9 @@ def test_a_resumed_run_does_not_notice_what_became_of_its_start(options, base, t
             other.model.layers[0].mlp.down_proj.weight.neg_()
         shutil.copytree(base, begin)
         other.save_pretrained(begin)
-    assert command(*line, "--name", "x", "--steps", 2, "--resume", grade=half) == 0
-    assert metrics(tmp_path / "x")[-1] == metrics(tmp_path / "whole")[-1]
-    assert same(load_model(tmp_path / "x/checkpoint", "cpu"), tmp_path / "whole/checkpoint")
+    assert command(*line, "--runs", tmp_path / "cut", "--resume", grade=half) == 0
+    assert metrics(tmp_path / "cut/x") == metrics(tmp_path / "whole/x")
+    assert same(load_model(tmp_path / "cut/x/checkpoint", "cpu"), tmp_path / "whole/x/checkpoint")
 
 
 def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, capsys):

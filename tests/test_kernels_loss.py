@@ -250,10 +250,12 @@ def onednn_flops(a, weight, *_, **__):
 
 def test_three_products_and_no_logits(small_chunks, products_by):
     """2·N·D·V operations for the logits and for each gradient; the logits of one chunk."""
-    known = {}
+    known, kinds = {}, {torch.ops.aten.mm, torch.ops.aten.addmm}
     if "oneDNN" in products_by:
-        known[torch.ops.mkldnn._linear_pointwise] = onednn_flops
+        known = {torch.ops.mkldnn._linear_pointwise: onednn_flops}
+        kinds = known.keys()
     case = make_case(N=64, D=8, V=507, masked=0, kl_beta=0, device="cpu")
+    check(kernels.linear_grpo_loss, case)
     for trained in ([], ["hidden"], ["hidden", "weight"]):
         given = {name: case[name].clone().requires_grad_() for name in trained}
         counter = FlopCounterMode(display=False, custom_mapping=known)
@@ -262,6 +264,7 @@ def test_three_products_and_no_logits(small_chunks, products_by):
             if trained:
                 loss.backward()
         assert counter.get_total_flops() == (1 + len(trained)) * 2 * 64 * 8 * 507
+        assert counter.get_flop_counts()["Global"].keys() <= kinds
         assert largest.elements == 16 * 507
 
 

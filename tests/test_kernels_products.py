@@ -1,4 +1,4 @@
-"""oneDNN's products beside fp64: gradients, the fused loss, and a whole policy."""
+"""oneDNN's products beside fp64: gradients, and a whole policy. The loss: test_kernels_loss.py."""
 
 from unittest.mock import Mock
 
@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.tiny import OBJECTIVE, make_samples, model, pack
-from test_kernels_loss import CASES, LL, check, make_case, use_small_chunks
 
-import kernels
 import trainer
 from kernels import products
 
@@ -38,14 +36,6 @@ def test_a_layer_has_three_products_by_onednn_in_fp32_and_none_otherwise(counted
     with torch.autocast("cpu", torch.bfloat16):
         products.linear(x, weight)
     assert counted.call_count == 3, "other types and autocast are PyTorch's"
-
-
-@pytest.mark.parametrize("name", ["usual", "all masked"])
-def test_the_fused_loss_by_onednn(name, counted, monkeypatch):
-    monkeypatch.setenv("MARS_KERNELS", "reference")
-    use_small_chunks(LL, monkeypatch)
-    check(kernels.linear_grpo_loss, make_case(**CASES[name], device="cpu"))
-    assert counted.called == (name == "usual")
 
 
 def test_all_layers_of_a_policy_with_adapters_multiply_by_onednn(counted):

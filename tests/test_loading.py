@@ -13,8 +13,6 @@ import trainer
 from config import UserError
 from plumbing import models
 
-pytestmark = pytest.mark.usefixtures("products_by")
-
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -72,6 +70,7 @@ def stock_step(made, samples, weights):
     return total, logprobs
 
 
+@pytest.mark.usefixtures("products_by")
 @pytest.mark.parametrize("name", [*PACKED, *ALONE])
 def test_log_probs_loss_and_gradients_are_the_stock_models(name):
     kind, options = (PACKED | ALONE)[name]
@@ -99,6 +98,7 @@ def test_log_probs_loss_and_gradients_are_the_stock_models(name):
             assert (p.grad - q.grad).norm() < 1e-3 * q.grad.norm() + 1e-6, parameter
 
 
+@pytest.mark.usefixtures("products_by")
 @pytest.mark.parametrize("name", ["qwen3.5, linear layers", "mixtral"])
 def test_an_empty_micro_batch_and_recomputing_work_for_them_too(name):
     """As a second rank needs, and a long sample."""

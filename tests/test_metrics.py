@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import zlib
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_mars import half
 
 import mars
 import train
@@ -27,11 +27,6 @@ from tools.search import UNREAD
 
 ROLES = ("sys2", "sys1")
 SMALL = "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --kv_tokens 16384".split()
-
-
-def grade(question, answer) -> float:
-    """Half of the answers, so that there is something to learn from."""
-    return float(zlib.crc32(answer.encode()) % 2)
 
 
 # ------------------------------------------------------------------------------------ live tokens
@@ -125,7 +120,7 @@ def test_a_mismatched_sampler_stops_the_run(
     mutate(monkeypatch)
     where = ["--model", str(base), "--runs", str(tmp_path), "--name", "x"]
     given = [*where, *SMALL, "--steps", "2", *options.split()]
-    assert train.main(mars.METHOD, given, "", grade=grade) == 2
+    assert train.main(mars.METHOD, given, "", grade=half) == 2
     assert "does not sample what is trained: mismatch_kl" in capsys.readouterr().err
     assert len((tmp_path / "x" / "metrics.jsonl").read_text().splitlines()) == steps
 

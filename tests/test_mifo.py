@@ -183,7 +183,7 @@ def test_two_ranks_show_and_score_what_one_process_does(played, tmp_path):
     folder, _ = played["moved"]
     script = tmp_path / "script.py"
     script.write_text(RUN)
-    line = [*SMALL.split(), "--steps", 4, "--eval_questions", 2]
+    line = [*SMALL.split(), "--steps", 3, "--sft_steps", 1, "--eval_questions", 2]
     line += ["--cache", folder.parent.parent, "--runs", tmp_path]
     weights = []
     for world in (1, 2):

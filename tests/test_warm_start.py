@@ -29,8 +29,6 @@ from tasks.questions import Question
 from tools import KNOWN, Document, Tool
 from warm_start import WarmStart
 
-pytestmark = pytest.mark.usefixtures("products_by")
-
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Who joined acro corp?"},
@@ -65,6 +63,7 @@ def cross_entropy(stock, samples):
 NO_STEP = SimpleNamespace(zero_grad=lambda set_to_none: None, step=lambda: None)
 
 
+@pytest.mark.usefixtures("products_by")
 @pytest.mark.parametrize("capacity", [40, 10_000])
 def test_loss_and_gradient_are_those_of_cross_entropy(capacity):
     policy = trainer.Policy(model("llama"), bf16=False)

@@ -12,6 +12,7 @@ fake ones in one process gave wrong numbers. Alone: pytest tests/helpers/fake_cu
 """
 
 import copy
+import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -255,3 +256,7 @@ def test_the_loss_waits_for_its_live_tokens_and_for_one_check(monkeypatch):
         with Watch(planned) as watch:
             call()
         assert watch.waited == planned
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

@@ -19,7 +19,7 @@ from processes import leave
 
 TESTS = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "trainer"])
+CONTEXT.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "test_mars"])
 
 
 def start(script, *arguments, log, world: int = 1) -> list[multiprocessing.Process]:

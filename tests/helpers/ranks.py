@@ -12,8 +12,8 @@ from family import gather_full
 from processes import is_first
 from sampler import Sampler
 
-# Where each of four ranks' share of 13 samples begins: uneven, and the last one has none.
-SHARES = [0, 7, 8, 13, 13]
+# Where each of three ranks' share of 13 samples begins: uneven, and the last one has none.
+SHARES = [0, 1, 13, 13]
 
 
 def steps(model: Path, out: Path, modes: Sequence[str]) -> None:
