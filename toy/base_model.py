@@ -395,7 +395,7 @@ def build(
     make: Callable[..., tuple] = make_base,
     file: str = __file__,
 ) -> Path:
-    """The base model's Hugging Face folder, from the cache; else it is made in about three CPU minutes.
+    """The base model's Hugging Face folder, from the cache; else it is made in three CPU minutes.
 
     steps: training steps of both stages. Another method's toy passes its name, its `make` (seed,
     *steps -> model, tokenizer) and its file. Raises UserError if the cache cannot be written.
