@@ -402,7 +402,7 @@ OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 def main(
     method: Method,
     arguments: list[str],
-    description: str,
+    description: str | None,
     *,
     complete: Callable[[str, dict], dict] = lambda command, options: options,
     **additions,

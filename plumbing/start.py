@@ -36,7 +36,7 @@ class Run(Machine):
     """All that a run works with. Ranks hold equal weights and share out the questions."""
 
     method: Method
-    config: Config
+    config: Any  # the method's own subclass of Config
     folder: Path  # runs/NAME; an evaluation sets it after `build`
     # What `environment` finds.
     start: Path | str  # the model that it begins with

@@ -49,10 +49,10 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]."""
-    if batch.starts is None and (q.is_cuda or kernels.use_triton(q)):
+    if not batch.starts and (q.is_cuda or kernels.use_triton(q)):
         inputs = q, k_pages, v_pages, batch.block_table, batch.lengths
         return kernels.paged_attention(*inputs, scale=scale, kv_ranges=batch.kv_ranges)
-    if batch.starts is None:
+    if not batch.starts:
         return cascade(q, k_pages, v_pages, batch, scale)
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         return packed_attention(q, k_pages, v_pages, batch, scale)

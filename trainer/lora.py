@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import kernels
 from atomic import reason
@@ -145,7 +146,7 @@ def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {f"base_model.model.{name}.weight": p for name, p in named if "lora_" in name}
 
 
-def write_adapters(folder: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
+def write_adapters(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     """Writes the folder that PEFT loads: `weights`, and the config that gives them their scale."""
     modules = lora_layers(model)
     base = model.name_or_path

@@ -20,6 +20,7 @@ beside padded batches: `python -m bench.train_step`, on a GPU
 
 import contextlib
 import functools
+from collections.abc import Callable
 from types import MethodType, SimpleNamespace
 
 import torch
@@ -181,7 +182,7 @@ def layers(model) -> nn.ModuleList:
 
 
 @torch.no_grad()
-def logprob(policy: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
+def logprob(policy: Callable, batch: MicroBatch, temperature: float) -> Tensor:
     """The log-probs [N] of a micro-batch's loss tokens. The policy may be wrapped (`parallel`)."""
     return policy(batch, score=True, temperature=temperature)
 
