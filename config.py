@@ -53,7 +53,7 @@ def no_option(default, *flags: str):
     return dataclasses.field(default=default, metadata={"option": False, **dict.fromkeys(flags)})
 
 
-def described(options: type) -> dict[str, dict]:
+def describe(options: type) -> dict[str, dict]:
     """Field name -> what its class and the classes below said about it."""
     about = {}
     for part in reversed(options.__mro__[:-1]):
@@ -62,9 +62,9 @@ def described(options: type) -> dict[str, dict]:
     return about
 
 
-def flagged(options: type, flag: str) -> set[str]:
+def fields_with(options: type, flag: str) -> set[str]:
     """Names of the fields that have a flag."""
-    return {name for name, about in described(options).items() if flag in about}
+    return {name for name, about in describe(options).items() if flag in about}
 
 
 @dataclass
@@ -220,7 +220,7 @@ def parser(options: type, description: str | None, unread: Collection[str] = ())
         argument_default=argparse.SUPPRESS,
     )
     group = command_line
-    descriptions = described(options)
+    descriptions = describe(options)
     for field in dataclasses.fields(options):
         about = descriptions[field.name]
         if "heading" in about:

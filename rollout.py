@@ -190,7 +190,7 @@ class Env:
         """The documents of the turn's tool call. ToolError if it fails; `turn` keeps the reason."""
         call = turn.action.call
 
-        def timed() -> list[Document]:
+        def call_tool() -> list[Document]:
             turn.seconds = self.config.tool_seconds  # in case the call runs into its deadline
             start = time.perf_counter()
             try:
@@ -203,7 +203,7 @@ class Env:
 
         self.counts["calls"] += 1
         try:
-            turn.documents = await self.driver.call(timed, self.config.tool_seconds)
+            turn.documents = await self.driver.call(call_tool, self.config.tool_seconds)
         except ToolError as error:
             turn.problem = f"tool failed: {error}"
             self.counts["failed"] += 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.paged import LEVELS, RANGE_FIELDS
-from sampler.draws import hashed, uniform
+from sampler.draws import hash64, uniform
 from sampler.request import Request
 
 # On CUDA shared pages are read once only if that saves at least this many tokens. By arithmetic,
@@ -53,7 +53,7 @@ class Rows:
         self.block_table[row, : len(conversation.block_table)] = conversation.block_table
         self.length[row] = len(conversation.tokens)
         self.draws[row] = len(request.tokens)
-        self.seed[row] = hashed(request.seed)
+        self.seed[row] = hash64(request.seed)
         self.temperature[row] = request.temperature
         self.top_p[row] = request.top_p
         self.fresh[row] = True

@@ -142,8 +142,8 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The adapters' parameters, by PEFT's names."""
-    named = model.named_parameters()
-    return {f"base_model.model.{name}.weight": p for name, p in named if "lora_" in name}
+    parameters = model.named_parameters()
+    return {f"base_model.model.{name}.weight": p for name, p in parameters if "lora_" in name}
 
 
 def write_adapters(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor]) -> None:

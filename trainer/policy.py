@@ -156,14 +156,14 @@ def compile_layers(model, compiler: str) -> None:
     for layer in layers(model):
         layer.forward = torch.compile(layer.forward, backend=compiler, dynamic=True)
     first = layers(model)[0]
-    compiled = first.forward  # not wrapped for recomputation yet, which the trial would confuse
+    forward = first.forward  # not wrapped for recomputation yet, which the trial would confuse
 
     def try_compiler(_, inputs, options) -> None:
         hook.remove()
         try:
             with torch.enable_grad():
                 x = inputs[0].detach().requires_grad_()
-                torch.autograd.grad(compiled(x, **options).sum(), x)
+                torch.autograd.grad(forward(x, **options).sum(), x)
         except Exception as error:  # It calls other compilers, which raise errors of any type.
             cause = reason(getattr(error, "inner_exception", error))[:200]
             print(f"torch.compile failed, so training is slower: {cause}", flush=True)
