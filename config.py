@@ -53,7 +53,7 @@ def no_option(default, *flags: str):
     return dataclasses.field(default=default, metadata={"option": False, **dict.fromkeys(flags)})
 
 
-def described(options: type) -> dict[str, dict]:
+def describe(options: type) -> dict[str, dict]:
     """Field name -> what its class and the classes below said about it."""
     about = {}
     for part in reversed(options.__mro__[:-1]):
@@ -62,9 +62,9 @@ def described(options: type) -> dict[str, dict]:
     return about
 
 
-def flagged(options: type, flag: str) -> set[str]:
+def fields_with(options: type, flag: str) -> set[str]:
     """Names of the fields that have a flag."""
-    return {name for name, about in described(options).items() if flag in about}
+    return {name for name, about in describe(options).items() if flag in about}
 
 
 @dataclass
@@ -195,9 +195,9 @@ class Config:
                 raise UserError("--questions must be at least --inner_steps: each step needs one")
 
 
-def uses_bf16(config: Config, cuda: bool) -> bool:
-    """Whether sampler and trainer compute in bf16. Weights that are trained stay fp32 beside it."""
-    return config.bf16 == "on" or (config.bf16 == "auto" and cuda)
+def uses_bf16(options, cuda: bool) -> bool:
+    """Whether sampler and trainer compute in bf16, by `options.bf16`. Trained weights stay fp32."""
+    return options.bf16 == "on" or (options.bf16 == "auto" and cuda)
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -210,7 +210,7 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(fail(message))
 
 
-def parser(options: type, description: str, unread: Collection[str] = ()) -> OneLineParser:
+def parser(options: type, description: str | None, unread: Collection[str] = ()) -> OneLineParser:
     """Every field of `options` as an option, unless it is `no_option`; the help lacks `unread`."""
     command_line = OneLineParser(
         usage=argparse.SUPPRESS,
@@ -220,7 +220,7 @@ def parser(options: type, description: str, unread: Collection[str] = ()) -> One
         argument_default=argparse.SUPPRESS,
     )
     group = command_line
-    descriptions = described(options)
+    descriptions = describe(options)
     for field in dataclasses.fields(options):
         about = descriptions[field.name]
         if "heading" in about:
@@ -244,7 +244,7 @@ def parse(command_line: OneLineParser, arguments: list[str]) -> dict:
     return vars(command_line.parse_args(arguments))
 
 
-def fail(message: str) -> int:
+def fail(message: str | Exception) -> int:
     """Prints one sentence on standard error, escaped and shortened; returns exit code 2."""
     line = " ".join(str(message).split())
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)

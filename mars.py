@@ -235,8 +235,8 @@ async def observe(env: Env, trajectory: Trajectory, turn: Turn) -> list[Sequence
 
 
 async def distil(
-    env: Env, trajectory: Trajectory, turn: Turn, texts: list[Sequence[int]], capacity: int
-) -> list[list[int]]:
+    env: Env, trajectory: Trajectory, turn: Turn, texts: Sequence[Sequence[int]], capacity: int
+) -> list[Sequence[int]]:
     """Formula (2): the documents are packed into chunks; System 1 writes a note on each chunk.
 
     `texts` are the documents' token ids. `capacity` tokens of them fit into a prompt, beside
@@ -246,7 +246,7 @@ async def distil(
     if env.config.packing:
         bins = pack_documents(turn.lengths, capacity)
 
-    async def read(number: int, indices: list[int]) -> list[int]:
+    async def read(number: int, indices: list[int]) -> Sequence[int]:
         """The note of one chunk."""
         chunk = [token for index in indices for token in texts[index][:capacity]]
         truncated = any(turn.lengths[index] > capacity for index in indices)
@@ -307,7 +307,7 @@ def step_budget(env: Env, context: Context, prompt: Prompt) -> int:
     return room if prompt.must_answer else room - reserve(env.config, env.chat)
 
 
-def reserve(config: MarsConfig, chat: Format) -> int:
+def reserve(config, chat: Format) -> int:
     """Tokens kept free in System 2's context, so that a demand and its answer always fit."""
     demand = chat.close_step() + chat.observation([[]], final=True)
     return config.answer_tokens + len(demand)
@@ -368,7 +368,7 @@ def set_advantages(config: Config, samples: list[Sample]) -> None:
         sample.advantage = advantage
 
 
-def draw_sys1(config: MarsConfig, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
+def draw_sys1(config: Config, sys2: list[Sample], sys1: list[Sample], step: int) -> None:
     """Sets System 1's loss weights: for each question as many draws as System 2 has samples."""
     for question_index in {sample.question_index for sample in sys1}:
         members = [sample for sample in sys1 if sample.question_index == question_index]

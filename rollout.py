@@ -21,8 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from config import Config, UserError
-from driver import AnySampler, Driver
-from sampler import Completion, Conversation, Lost
+from sampler import Completion, Lost
 from tasks.chat import Words
 from tasks.format import Action, Format
 from tasks.questions import Question
@@ -120,7 +119,7 @@ class Context:
     chunk: Chunk | None = None  # a reader's documents
     turns: list[Turn] = field(default_factory=list)
     sample: Sample = field(init=False)
-    conversation: Conversation = field(init=False, repr=False)
+    conversation: Any = field(init=False, repr=False)  # as its sampler opened it
 
     def __post_init__(self):
         self.sample = Sample(self.role, self.trajectory.question_index, self.trajectory.attempt)
@@ -167,8 +166,8 @@ class Context:
 class Env:
     """Everything that the episodes of one batch share."""
 
-    driver: Driver
-    samplers: dict[str, AnySampler]  # role -> its sampler
+    driver: Any  # a driver.Driver, or warm_start.Demonstrator in its place
+    samplers: dict[str, Any]  # role -> its driver.AnySampler, or what a Demonstrator takes for it
     chat: Format
     tools: dict[str, Callable[[str], list[Document]]]
     grade: Callable[[Question, str], float | None]  # may block; ToolError or None if it fails
@@ -191,7 +190,7 @@ class Env:
         """The documents of the turn's tool call. ToolError if it fails; `turn` keeps the reason."""
         call = turn.action.call
 
-        def timed() -> list[Document]:
+        def call_tool() -> list[Document]:
             turn.seconds = self.config.tool_seconds  # in case the call runs into its deadline
             start = time.perf_counter()
             try:
@@ -204,7 +203,7 @@ class Env:
 
         self.counts["calls"] += 1
         try:
-            turn.documents = await self.driver.call(timed, self.config.tool_seconds)
+            turn.documents = await self.driver.call(call_tool, self.config.tool_seconds)
         except ToolError as error:
             turn.problem = f"tool failed: {error}"
             self.counts["failed"] += 1

@@ -323,7 +323,7 @@ def train(run: Run, sigterms: list) -> int:
     first = logbook.open_folder(run)
     quiet = run.rank > 0 or not sys.stderr.isatty()
     web.METER.begin(config.max_calls, run.ranks)
-    saved, saved_at = first, time.monotonic()
+    last_save, last_save_at = first, time.monotonic()
     for step in tqdm(range(first, config.steps), initial=first, total=config.steps, disable=quiet):
         scores = {}
         if step % config.eval_every == 0:
@@ -339,15 +339,15 @@ def train(run: Run, sigterms: list) -> int:
         logbook.write(run, trajectories, step, "train", metrics)
         logbook.report(run, metrics)
         updates = step + 1
-        late = time.monotonic() - saved_at > SAVE_SECONDS
+        late = time.monotonic() - last_save_at > SAVE_SECONDS
         wishes = sum_over_ranks({"stop": len(sigterms), "save": late})  # of all ranks
-        regular = updates % config.eval_every == 0 or updates - saved >= SAVE_EVERY
+        regular = updates % config.eval_every == 0 or updates - last_save >= SAVE_EVERY
         permanent = config.keep_every and updates % config.keep_every == 0
         # --max_calls can stop a rank within a step, so a state is saved after each.
         if wishes.total() or regular or permanent or config.max_calls or updates == config.steps:
             trainer.save(run.folder, updates, run.policy, run.optimizer, run.tokenizer)
             processes.on_first_rank(lambda: logbook.remove_states(run))
-            saved, saved_at = updates, time.monotonic()
+            last_save, last_save_at = updates, time.monotonic()
         if wishes["stop"] and updates < config.steps:
             logbook.print_line(run, f"SIGTERM: state {updates} is saved; {GO_ON}")
             return os.EX_TEMPFAIL
@@ -377,9 +377,9 @@ def evaluate(run: Run, updates: int) -> dict:
             own = method_metrics(trajectories, run.method)
             scores |= {f"eval_{key}": value for key, value in own.items()}
             logbook.write(run, trajectories[:8], updates, "eval")
-    failed = failures(total)
-    logbook.check_failure_rate(failed, f"the evaluation after {updates} steps")
-    scores |= {f"eval_{key}": value for key, value in failed.items()}
+    counts = failures(total)
+    logbook.check_failure_rate(counts, f"the evaluation after {updates} steps")
+    scores |= {f"eval_{key}": value for key, value in counts.items()}
     scores["seconds_eval"] = time.perf_counter() - start
     logbook.report_scores(run, scores)
     return scores
@@ -402,7 +402,7 @@ OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 def main(
     method: Method,
     arguments: list[str],
-    description: str,
+    description: str | None,
     *,
     complete: Callable[[str, dict], dict] = lambda command, options: options,
     **additions,

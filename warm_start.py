@@ -313,7 +313,7 @@ def contexts_of(context: dict) -> Iterator[dict]:
 
 def texts_of(ids: list[str], tokenizer) -> list[str]:
     """The text of each piece of a context."""
-    return [tokenizer.decode(logbook.unpacked(piece)) for piece in ids]
+    return [tokenizer.decode(logbook.unpack_ids(piece)) for piece in ids]
 
 
 def sample_of(context: dict, tokenizer) -> Sample:
@@ -321,7 +321,7 @@ def sample_of(context: dict, tokenizer) -> Sample:
     if texts_of(context["ids"], tokenizer) != context["texts"]:
         raise UserError("the demonstrations' tokens are not this model's: take the run's --model")
     sample = Sample(context["role"], 0, 0)
-    for number, piece in enumerate(map(logbook.unpacked, context["ids"])):
+    for number, piece in enumerate(map(logbook.unpack_ids, context["ids"])):
         if number % 2 == 0:  # Given and sampled pieces alternate.
             sample.append_given(piece)
         else:

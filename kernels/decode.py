@@ -24,7 +24,7 @@ SILU_BLOCK = 1024
 
 
 @jit
-def rounded(x, dtype: tl.constexpr):
+def round_to(x, dtype: tl.constexpr):
     """x in fp32, rounded to `dtype`."""
     return x.to(dtype).to(tl.float32)
 
@@ -67,9 +67,9 @@ def add_rms_norm_kernel(
     row = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        row = rounded(row + residual, dtype)
+        row = round_to(row + residual, dtype)
         tl.store(new_residual_ptr + at, row.to(dtype), mask=inside)
-    unit = rounded(row * tl.rsqrt(tl.sum(row * row, 0) / D + eps), dtype)
+    unit = round_to(row * tl.rsqrt(tl.sum(row * row, 0) / D + eps), dtype)
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed_ptr + at, (unit * weight).to(dtype), mask=inside)
 
@@ -165,17 +165,17 @@ def qk_norm_rope_store_kernel(
                 weight_ptr = k_weight_ptr
             w_first = tl.load(weight_ptr + d).to(tl.float32)
             w_second = tl.load(weight_ptr + HALF + d).to(tl.float32)
-            first = rounded(rounded(first * shrink, dtype) * w_first, dtype)
-            second = rounded(rounded(second * shrink, dtype) * w_second, dtype)
+            first = round_to(round_to(first * shrink, dtype) * w_first, dtype)
+            second = round_to(round_to(second * shrink, dtype) * w_second, dtype)
         angle = row * DH + d
         cos_first = tl.load(cos_ptr + angle).to(tl.float32)
         cos_second = tl.load(cos_ptr + angle + HALF).to(tl.float32)
         sin_first = tl.load(sin_ptr + angle).to(tl.float32)
         sin_second = tl.load(sin_ptr + angle + HALF).to(tl.float32)
-        first_cos = rounded(first * cos_first, dtype)
-        first_sin = rounded(first * sin_second, dtype)
-        first = (first_cos - rounded(second * sin_first, dtype)).to(dtype)
-        second = (rounded(second * cos_second, dtype) + first_sin).to(dtype)
+        first_cos = round_to(first * cos_first, dtype)
+        first_sin = round_to(first * sin_second, dtype)
+        first = (first_cos - round_to(second * sin_first, dtype)).to(dtype)
+        second = (round_to(second * cos_second, dtype) + first_sin).to(dtype)
         if head < HQ:
             to = q_ptr + (row * HQ + head) * DH + d
             tl.store(to, first)
@@ -245,7 +245,7 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constex
     gate_ptr = gate_up_ptr + row * 2 * WIDTH
     gate = tl.load(gate_ptr + f, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + WIDTH + f, mask=inside, other=0.0).to(tl.float32)
-    act = rounded(gate / (1.0 + tl.exp(-gate)), dtype)
+    act = round_to(gate / (1.0 + tl.exp(-gate)), dtype)
     tl.store(out_ptr + row * WIDTH + f, (act * up).to(dtype), mask=inside)
 
 

@@ -325,7 +325,7 @@ class _LinearGRPOLoss(torch.autograd.Function):
 # --- the entry points -----------------------------------------------------------------------------
 
 
-def checked(hidden, weight, target):
+def prepare_inputs(hidden, weight, target):
     """hidden and target, contiguous, hidden in autocast's type. ValueError if they do not fit."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # F.linear casts its input in the same way.
@@ -388,7 +388,7 @@ def linear_grpo_loss(
         hidden = hidden[live]
         target = target[live]
         tokens = {name: x[live] for name, x in tokens.items()}
-    hidden, target = checked(hidden, weight, target)
+    hidden, target = prepare_inputs(hidden, weight, target)
     tokens = {name: x.to(sum_dtype(hidden)) for name, x in tokens.items()}
 
     def loss_of(logprob, part):
@@ -410,6 +410,6 @@ def linear_logprob(hidden, weight, target, *, temperature=1.0):
     The result is fp32 and has no gradient. Shapes and errors are those of `linear_grpo_loss`. Only
     one chunk of logits is in memory at a time.
     """
-    hidden, target = checked(hidden, weight, target)
+    hidden, target = prepare_inputs(hidden, weight, target)
     with torch.autocast(hidden.device.type, enabled=False):
         return chunk_by_chunk(hidden, weight, target, temperature)[:2]

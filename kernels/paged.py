@@ -288,8 +288,8 @@ def triton_paged_attention(
         split_kernel[(len(ranges) * Hkv, range_splits)](
             *tensors, scale * math.log2(math.e), *layout, **constants, **options
         )
-    padded = triton.next_power_of_2(parts)
-    merge_kernel[(B * Hq,)](*results, out, parts, DH=Dh, PARTS_PADDED=padded, num_warps=4)
+    width = triton.next_power_of_2(parts)
+    merge_kernel[(B * Hq,)](*results, out, parts, DH=Dh, PARTS_PADDED=width, num_warps=4)
     return out
 
 

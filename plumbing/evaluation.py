@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import trainer
-from config import TRAIN, Config, UserError, fail, flagged, parse, parser, resolve
+from config import TRAIN, Config, UserError, fail, fields_with, parse, parser, resolve
 from plumbing import folders, logbook, models, pages
 from plumbing.metrics import clustered_interval, failures, local_sums, ratio, wilson_interval
 from plumbing.start import Run, build, new_folder, reclaim, refuse_other_questions
@@ -54,7 +54,7 @@ def main(
     asking = arguments[0] == "ask"
     if asking and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("ask runs in one process: start it without torchrun")
-    ignored = flagged(method.config, TRAIN) | (NOT_FOR_ASK if asking else set())
+    ignored = fields_with(method.config, TRAIN) | (NOT_FOR_ASK if asking else set())
     command_line = parser(method.config, __doc__, ignored)
     command_line.add_argument("checkpoint")
     if asking:
@@ -137,7 +137,7 @@ def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
         folders.refuse_run(Path(config.runs), config.name)
     run = build(method, config, training=False, **additions)
     weights = [(path.name, path.stat().st_mtime_ns) for path in Path(config.model).glob("*")]
-    run.asked = hashlib.sha256(f"{run.asked} {sorted(weights)}".encode()).hexdigest()
+    run.fingerprint = hashlib.sha256(f"{run.fingerprint} {sorted(weights)}".encode()).hexdigest()
     run.lock = on_first_rank(
         lambda: reclaim(config, method.name) if begun else new_folder(config, base)
     )
@@ -170,7 +170,7 @@ def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
 def open_files(run: Run, begun: bool) -> set[int]:
     """The indices of finished questions. Lines of questions that lack a grade are removed."""
     if begun:
-        refuse_other_questions(run.folder, run.asked)
+        refuse_other_questions(run.folder, run.fingerprint)
     else:
         folders.write_json(run.folder / "table.json", [])  # marks the folder as an evaluation
         logbook.write_settings(run)

@@ -66,7 +66,7 @@ def open_folder(run: Run) -> int:
 
 def write_settings(run: Run) -> None:
     """Writes method.json, then config.json, which makes the run resumable."""
-    about = {"name": run.method.name, "roles": run.method.roles, "questions": run.asked}
+    about = {"name": run.method.name, "roles": run.method.roles, "questions": run.fingerprint}
     write_json(run.folder / "method.json", about)
     write_json(run.folder / "config.json", vars(run.config))
 
@@ -142,7 +142,7 @@ def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
         "trained": bool(sample.loss_weight),
         "role": sample.role,
         "segments": [{"text": chat.text(ids), "trained": bool(n % 2)} for n, ids in cut],
-        "ids": packed(sample),
+        "ids": pack_ids(sample),
         "turns": [turn_record(turn, chat) for turn in trajectory.turns],
     }
 
@@ -153,13 +153,13 @@ def pieces(sample: Sample) -> list[list[int]]:
     return [[token for _, token in pairs] for _, pairs in cut]
 
 
-def packed(sample: Sample) -> list[str]:
+def pack_ids(sample: Sample) -> list[str]:
     """Each of a sample's pieces as text: a third of the bytes of their numbers in JSON."""
     raw = [np.array(ids, "<i4").tobytes() for ids in pieces(sample)]
     return [base64.b64encode(zlib.compress(part)).decode() for part in raw]
 
 
-def unpacked(text: str) -> list[int]:
+def unpack_ids(text: str) -> list[int]:
     """The token ids of one piece."""
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i4").tolist()
 
@@ -187,7 +187,7 @@ def reader_record(reader: Context, chat: Format) -> dict:
         "role": reader.role,
         "prompt": chat.text(sample.tokens[:given]),
         "note": chat.text(sample.tokens[given:]),
-        "ids": packed(sample),
+        "ids": pack_ids(sample),
         "advantage": sample.advantage,
         "drawn": sample.loss_weight,
         **(vars(reader.chunk) if reader.chunk else {}),

@@ -15,7 +15,7 @@ from typing import IO, Any
 import torch
 
 import trainer
-from config import RESUME, Config, UserError, flagged
+from config import RESUME, Config, UserError, fields_with
 from driver import AnySampler, Driver
 from plumbing import folders, models
 from plumbing.outside import Machine, Questions, environment, join
@@ -36,7 +36,7 @@ class Run(Machine):
     """All that a run works with. Ranks hold equal weights and share out the questions."""
 
     method: Method
-    config: Config
+    config: Any  # the method's own subclass of Config
     folder: Path  # runs/NAME; an evaluation sets it after `build`
     # What `environment` finds.
     start: Path | str  # the model that it begins with
@@ -60,7 +60,7 @@ class Run(Machine):
     skipped: int = 0  # updates in a row without a finite gradient
     resampled: int = 0  # further questions that --resample has played
     tracker: Any = None  # on rank 0 of a run with --track
-    asked: str = ""  # a fingerprint of the training questions and the held-out ones
+    fingerprint: str = ""  # of the training questions and the held-out ones
     lock: IO | None = None  # keeps other processes out of the folder until the end
 
 
@@ -132,7 +132,7 @@ def build(
         driver=Driver(list(dict.fromkeys(samplers.values())), deterministic=deterministic),
         sampler=sampler,
         samplers=samplers,
-        asked=fingerprint,
+        fingerprint=fingerprint,
         lock=lock,
     )
     if run.rank == 0:
@@ -223,8 +223,8 @@ def take_options(options: dict) -> dict:
 
 def new_folder(config: Config, base: str) -> IO:
     """Makes runs/NAME; without --name the first free one of base, base-2, base-3, …"""
-    numbered = (f"{base}-{number}" for number in itertools.count(2))
-    names = [config.name] if config.name else itertools.chain([base], numbered)
+    alternatives = (f"{base}-{number}" for number in itertools.count(2))
+    names = [config.name] if config.name else itertools.chain([base], alternatives)
     for name in names:
         folder = Path(config.runs) / name
         lock = folders.make(folder) and folders.lock(folder)
@@ -255,7 +255,7 @@ def reclaim(config: Config, method: str) -> IO:
         raise UserError(f"another process works on {folder}; wait until it has ended")
     # An option that an older version did not have gets its default.
     saved = vars(type(config)()) | folders.read_json(folder / "config.json")
-    may_change = flagged(type(config), RESUME)
+    may_change = fields_with(type(config), RESUME)
     changed = [
         f"{name} ({saved[name]} -> {value})"
         for name, value in vars(config).items()

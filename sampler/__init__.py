@@ -4,7 +4,7 @@ Read engine.py first, then request.py, scheduler.py, pages.py, plan.py, model.py
 draws.py; graphs.py is for CUDA alone. vllm.py offers what Sampler offers, and samples on servers.
 """
 
-from sampler.draws import hashed
+from sampler.draws import hash64
 from sampler.engine import Sampler
 from sampler.pages import Pages
 from sampler.request import Completion, Conversation, Lost, Request

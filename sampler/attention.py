@@ -49,10 +49,10 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: float) -> Tensor:
     """Causal attention of q [T, Hq, Dh] over its rows' pages -> [T, Hq, Dh]."""
-    if batch.starts is None and (q.is_cuda or kernels.use_triton(q)):
+    if not batch.starts and (q.is_cuda or kernels.use_triton(q)):
         inputs = q, k_pages, v_pages, batch.block_table, batch.lengths
         return kernels.paged_attention(*inputs, scale=scale, kv_ranges=batch.kv_ranges)
-    if batch.starts is None:
+    if not batch.starts:
         return cascade(q, k_pages, v_pages, batch, scale)
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         return packed_attention(q, k_pages, v_pages, batch, scale)
@@ -156,9 +156,9 @@ def cascade(q, k_pages, v_pages, batch, scale):
         out = (plan.sums.softmax(0)[..., None] * plan.outs).sum(0)
     if plan.rows == len(q):
         return out.to(q.dtype)
-    padded = torch.zeros_like(q)
-    padded[: plan.rows] = out
-    return padded
+    result = torch.zeros_like(q)
+    result[: plan.rows] = out
+    return result
 
 
 def attend_together(q, keys, values, scale):
@@ -214,20 +214,20 @@ def row_attention(q, k_pages, v_pages, batch, scale):
     out = torch.empty_like(q)
     for row, length in enumerate(batch.host_lengths):
         start, end = batch.starts[row : row + 2]
-        used = batch.block_table[row, : -(-length // page_size)]
+        pages = batch.block_table[row, : -(-length // page_size)]
         # SDPA takes [1, heads, tokens, Dh].
         query = q[start:end].transpose(0, 1)[None]
-        key = k_pages[used].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype)
-        value = v_pages[used].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype)
+        key = k_pages[pages].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype)
+        value = v_pages[pages].flatten(0, 1)[:length].transpose(0, 1)[None].to(q.dtype)
         past = length - (end - start)
         mask = None
         if past:
             position = torch.arange(length, device=q.device)
             mask = position <= position[past:, None]
-        attended = F.scaled_dot_product_attention(
+        output = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
-        out[start:end] = attended[0].transpose(0, 1)
+        out[start:end] = output[0].transpose(0, 1)
     return out
 
 

@@ -18,7 +18,7 @@ MASK = (1 << 64) - 1
 LAST = 1 - 2.0**-48  # the largest uniform number
 
 
-def hashed(*numbers: int) -> int:
+def hash64(*numbers: int) -> int:
     """A 64-bit hash of integers (each taken modulo 2^64), by splitmix64's finaliser."""
     state = 0
     for number in numbers:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 import kernels
 from kernels.paged import max_rows_of_range
-from sampler.draws import greedy, hashed, sample_token
+from sampler.draws import greedy, hash64, sample_token
 from sampler.graphs import Graphs
 from sampler.model import Model
 from sampler.plan import Copies, Decode, plan_kv_ranges, to_device
@@ -256,7 +256,7 @@ class Sampler:
             max_new_tokens = [max_new_tokens] * len(prompts)
         requests = []
         for i, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
-            options |= {"max_new_tokens": new, "seed": hashed(seed, i)}
+            options |= {"max_new_tokens": new, "seed": hash64(seed, i)}
             requests.append(self.submit(self.open(), prompt, **options))
         while self.busy:
             for request in self.step():

@@ -2,7 +2,7 @@
 
 It has an inference copy of the weights, in which queries, keys and values are one product, and gate
 and up are one product. SmolLM2 is a Llama. Mistral without a sliding window is a Llama too. SmolLM3
-has layers without rotary embedding. `unsupported` gives the reason why another model cannot run
+has layers without rotary embedding. `refusal` gives the reason why another model cannot run
 here; a server can sample it (`--server`).
 
 Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a context
@@ -29,7 +29,7 @@ from sampler.plan import Batch
 PACKED_ROWS = 8
 
 
-def unsupported(config) -> str | None:
+def refusal(config) -> str | None:
     """Why `Model` cannot run models of this transformers config; None if it can."""
     size = head_size(config)
     if reason := unsupported_reason(config):
@@ -44,7 +44,7 @@ def unsupported(config) -> str | None:
 # ---------------------------------------------------------------- weights
 
 
-def merged(module: nn.Linear) -> Tensor:
+def full_weight(module: nn.Linear) -> Tensor:
     """A module's weight, gathered from all ranks, with its LoRA adapter merged in."""
     if hasattr(module, "merged_weight"):  # trainer/lora.py
         return module.merged_weight()
@@ -72,7 +72,7 @@ def named_weights(model) -> Iterator[tuple[str, Tensor]]:
             "down": [mlp.down_proj],
         }
         for name, modules in products.items():
-            yield f"{i}.{name}", torch.cat([merged(m) for m in modules])
+            yield f"{i}.{name}", torch.cat([full_weight(m) for m in modules])
             if modules[0].bias is not None:
                 yield f"{i}.{name}.bias", torch.cat([gather_full(m.bias) for m in modules])
 
@@ -94,7 +94,7 @@ class Model:
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
         config = model.config
         self.head_size = head_size(config)
-        reason = unsupported(config)
+        reason = refusal(config)
         if device.type == "cuda" and self.head_size not in HEAD_SIZES:
             reason = reason or f"head size {self.head_size}"
         if reason:

@@ -6,15 +6,15 @@ Tests: pytest tests/test_sampler.py tests/test_attention.py
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.paged import LEVELS, RANGE_FIELDS
-from sampler.draws import hashed, uniform
+from sampler.draws import hash64, uniform
 from sampler.request import Request
 
 # On CUDA shared pages are read once only if that saves at least this many tokens. By arithmetic,
@@ -23,6 +23,7 @@ from sampler.request import Request
 LEAST_TOKENS = 256
 # (source, target) pages, to be copied in order: a later source may be an earlier target.
 Copies = list[tuple[int, int]]
+Array = TypeVar("Array", np.ndarray, Tensor)  # on the host, on the device
 # (request, begin, end): the tokens begin:end of its conversation are to be prefilled.
 PrefillSpan = tuple[Request, int, int]
 
@@ -52,7 +53,7 @@ class Rows:
         self.block_table[row, : len(conversation.block_table)] = conversation.block_table
         self.length[row] = len(conversation.tokens)
         self.draws[row] = len(request.tokens)
-        self.seed[row] = hashed(request.seed)
+        self.seed[row] = hash64(request.seed)
         self.temperature[row] = request.temperature
         self.top_p[row] = request.top_p
         self.fresh[row] = True
@@ -64,7 +65,7 @@ class Rows:
 
 
 @dataclass
-class Batch:
+class Batch(Generic[Array]):
     """Tokens that go through the model together, and the slots of their keys and values.
 
     The scheduler plans it in numpy arrays, and `to` makes them tensors on the device.
@@ -73,17 +74,17 @@ class Batch:
     starts[b]:starts[b + 1] of the batch.
     """
 
-    ids: Tensor | None  # int64 [T]; None while only the device knows them
-    positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T]; -1 stores nothing
-    block_table: Tensor  # int32 [B, W]
-    lengths: Tensor  # int32 [B]: tokens of each row, with those of this batch; 0 for padding
-    starts: list[int] | None = None  # B + 1 numbers; None when decoding
-    host_lengths: list[int] | None = None  # `lengths` on the host; None in a CUDA graph
-    kv_ranges: Tensor | None = None  # int32 [R + B, 5], for kernels.paged_attention on CUDA
+    ids: Array | None  # int64 [T]; None while only the device knows them
+    positions: Array  # int64 [T]
+    slots: Array  # int64 [T]; -1 stores nothing
+    block_table: Array  # int32 [B, W]
+    lengths: Array  # int32 [B]: tokens of each row, with those of this batch; 0 for padding
+    starts: list[int] = field(default_factory=list)  # B + 1 numbers; empty when decoding
+    host_lengths: list[int] = field(default_factory=list)  # as `lengths`; empty in a CUDA graph
+    kv_ranges: Array | None = None  # int32 [R + B, 5], for kernels.paged_attention on CUDA
     plan: Any = None  # attention's, made once for all layers
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "Batch[Tensor]":
         arrays = [self.ids, self.positions, self.slots, self.block_table]
         arrays += [self.lengths, self.kv_ranges]
         *tensors, ranges = [None if array is None else to_device(array, device) for array in arrays]
@@ -98,7 +99,7 @@ class Decode:
     row feeds the token that the device sampled for it in the step before.
     """
 
-    batch: Batch
+    batch: Batch[np.ndarray]
     requests: list[Request]
     rows: np.ndarray  # int64 [B]
     uniforms: np.ndarray  # fp64 [B]: the numbers that decide the draws
@@ -116,7 +117,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def plan_prefill(spans: list[PrefillSpan], state: Rows, page_size: int) -> Batch:
+def plan_prefill(spans: list[PrefillSpan], state: Rows, page_size: int) -> Batch[np.ndarray]:
     """The batch that prefills these tokens, row by row."""
     rows = [request.row for request, _, _ in spans]
     counts = [end - begin for _, begin, end in spans]

@@ -43,7 +43,7 @@ import trainer
 from config import TRAIN, UserError, option
 from plumbing.start import Run
 from rollout import Method, Sample, Trajectory
-from sampler import hashed
+from sampler import hash64
 from siblings import bvpo_errors, solo
 from siblings import bvpo_toy as toy
 
@@ -101,7 +101,7 @@ def rollouts(run: Run, step: int) -> list[Trajectory]:
         samples = toy.samples_of(trajectories)
         before = bvpo_errors.logprobs(ref, samples)[0]
         gain = bvpo_errors.logprobs(trainer.unwrap(run.policy), samples)[0] - before
-        draws = torch.Generator().manual_seed(hashed(config.seed, step, place))
+        draws = torch.Generator().manual_seed(hash64(config.seed, step, place))
         advantages = advantages_of(
             gain, before, config.beta, config.alpha, config.traces, generator=draws
         )

@@ -41,7 +41,7 @@ import trainer
 from config import TRAIN, UserError, fail, option
 from plumbing.start import Run
 from rollout import Method, Sample, Trajectory
-from sampler import hashed
+from sampler import hash64
 from siblings import mifo_toy, solo
 
 
@@ -113,7 +113,7 @@ def begin(run: Run, step: int, phases: Phases, teaching: bool) -> None:
         moved = (now - phases.before).abs()
         phases.missed = solo.of_all_ranks(run, phases.missed)
         phases.importance = run.config.history * phases.importance + moved
-        phases.frozen = chosen_to_stay(phases.importance, run.config, hashed(run.config.seed, step))
+        phases.frozen = chosen_to_stay(phases.importance, run.config, hash64(run.config.seed, step))
     else:
         phases.missed, phases.frozen = [], None
     phases.before = now

@@ -195,7 +195,7 @@ class ChatFormat:
     Raises UserError if the template or the tokenizer does not allow a context that only grows.
     """
 
-    def __init__(self, tokenizer, words: Words, tools: Sequence[Tool], ends: Collection[int] = ()):
+    def __init__(self, tokenizer, words: Words, tools: Sequence[Tool], ends: Collection = ()):
         fast = hasattr(tokenizer, "backend_tokenizer")  # from the tokenizers library
         if not fast or not getattr(tokenizer, "chat_template", None):
             raise UserError("the model has no fast tokenizer with a chat template: choose another")
@@ -246,7 +246,7 @@ class ChatFormat:
         self._system_role = keeps({"role": "system", "content": content}, user)
         self._tool_role = keeps(user, step, {"role": "tool", "content": content})
 
-    def _find_turns(self, prompt: Template, ends: Collection[int]) -> None:
+    def _find_turns(self, prompt: Template, ends: Collection[int | None]) -> None:
         """Finds the ids between turns from two renderings: a question, and two tool rounds."""
         opening = self._open(prompt.system, SLOT.sub(QUESTION, prompt.user))
         before, after = self._render(opening, QUESTION)

@@ -39,7 +39,7 @@ def test_help_shows_reasons_and_defaults_by_group():
 
 
 def test_a_default_of_a_subclass_keeps_the_flags():
-    assert {"questions", "steps"} < config.flagged(hanabi.HanabiConfig, config.TRAIN)
+    assert {"questions", "steps"} < config.fields_with(hanabi.HanabiConfig, config.TRAIN)
 
 
 def test_a_recipes_setting_is_no_option():

@@ -11,7 +11,7 @@ from helpers.tiny import CPU, SHAPE, config_of, lively
 
 from sampler import Sampler, graphs
 from sampler.graphs import Graphs
-from sampler.model import Model, unsupported
+from sampler.model import Model, refusal
 from sampler.plan import Batch
 
 DYNAMIC = dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
@@ -28,7 +28,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("kind, options, reason", REFUSED)
 def test_a_model_that_is_not_supported_is_refused_with_the_reason(kind, options, reason):
-    assert unsupported(config_of(kind, **options)) == reason
+    assert refusal(config_of(kind, **options)) == reason
     if kind == "Gemma":
         with pytest.raises(ValueError, match="GemmaForCausalLM .architecture gemma.*--server"):
             Sampler(lively(kind), max_tokens=256)

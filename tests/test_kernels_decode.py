@@ -416,13 +416,13 @@ SMALL_MUTANTS = read_mutants(  # of kernels/decode.py
     """
 norm: mean over the block :: tl.sum(row * row, 0) / D → tl.sum(row * row, 0) / BLOCK
 norm: no eps :: (row * row, 0) / D + eps → (row * row, 0) / D
-norm: residual lost :: rounded(row + residual, dtype) → rounded(residual, dtype)
-norm: not rounded :: unit = rounded(row * tl.rsqrt(tl.sum(row * row, 0) / D + eps), dtype)
+norm: residual lost :: round_to(row + residual, dtype) → round_to(residual, dtype)
+norm: not rounded :: unit = round_to(row * tl.rsqrt(tl.sum(row * row, 0) / D + eps), dtype)
     → unit = row * tl.rsqrt(tl.sum(row * row, 0) / D + eps)
-norm: sum not rounded :: rounded(row + residual, dtype) → row + residual
-rope: other way round :: (first_cos - rounded( → (first_cos + rounded(
-rope: unrounded product :: rounded(first * cos_first, dtype) → first * cos_first
-rope: unrounded norm :: rounded(first * shrink, dtype) → (first * shrink)
+norm: sum not rounded :: round_to(row + residual, dtype) → row + residual
+rope: other way round :: (first_cos - round_to( → (first_cos + round_to(
+rope: unrounded product :: round_to(first * cos_first, dtype) → first * cos_first
+rope: unrounded norm :: round_to(first * shrink, dtype) → (first * shrink)
 rope: weight of q for k :: weight_ptr = k_weight_ptr → weight_ptr = q_weight_ptr
 rope: norm over half a head :: + tl.sum(second * second, 0) → * 2
 rope: values rotated too :: if head >= HQ + HKV: → if head >= HQ + 2 * HKV:
@@ -431,7 +431,7 @@ rope: key in the wrong head :: (slot * HKV + head - HQ) * DH
     → (slot * HKV + HQ + HKV - 1 - head) * DH
 silu: other sign :: tl.exp(-gate) → tl.exp(gate)
 silu: gate and up swapped :: gate = tl.load(gate_ptr + f → gate = tl.load(gate_ptr + WIDTH + f
-silu: not rounded :: act = rounded(gate / (1.0 + tl.exp(-gate)), dtype)
+silu: not rounded :: act = round_to(gate / (1.0 + tl.exp(-gate)), dtype)
     → act = gate / (1.0 + tl.exp(-gate))
 silu: last column lost :: (act * up).to(dtype), mask=inside
     → (act * up).to(dtype), mask=f < WIDTH - 1

@@ -13,7 +13,7 @@ from test_mars import SMALL, metrics, records_of, run
 import mars
 import processes
 import train
-from config import TRAIN, UserError, flagged
+from config import TRAIN, UserError, fields_with
 from plumbing import evaluation
 from plumbing.metrics import method_metrics
 from recipes import almanac
@@ -81,7 +81,7 @@ METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, almanac.METHOD, mifo.METHOD
 
 @pytest.mark.parametrize("method", METHODS)
 def test_eval_refuses_every_option_that_only_training_reads_and_shows_none(method, capsys):
-    ignored = flagged(method.config, TRAIN)
+    ignored = fields_with(method.config, TRAIN)
     kinds = {one.name: one.type for one in dataclasses.fields(method.config)}
     assert ignored <= kinds.keys()
     with pytest.raises(SystemExit):

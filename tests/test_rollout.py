@@ -23,7 +23,7 @@ import processes
 import rollout
 from config import UserError
 from driver import Driver
-from plumbing.logbook import record, unpacked
+from plumbing.logbook import record, unpack_ids
 from plumbing.sharing import play_shared
 from rollout import play_batch
 from tasks.grading import grader
@@ -202,8 +202,8 @@ def test_a_full_context_ends_in_a_demand_that_always_fits(context, step):
 
 def test_arms():
     """Unpacked, without purposes, and without System 1: then System 2 reads within a budget."""
-    unpacked, _ = play([CALL, ANSWER], packing=False)
-    assert [reader.chunk.documents for reader in unpacked.turns[0].readers] == [[0], [1], [2]]
+    trajectory, _ = play([CALL, ANSWER], packing=False)
+    assert [reader.chunk.documents for reader in trajectory.turns[0].readers] == [[0], [1], [2]]
     _, asked = play([CALL, ANSWER], purpose=False)
     assert all("birth" not in said for role, said, *_ in asked if role == "sys1")
     trajectory, asked = play([CALL, ANSWER], system1="none", max_turns=13)
@@ -269,7 +269,7 @@ def test_record_holds_the_whole_trajectory():
     assert said == FORMAT.text(trajectory.contexts[0].sample.tokens)
     turn = line["turns"][0]
     for context, kept in zip(trajectory.contexts, [line, *turn["chunks"]], strict=True):
-        pieces = [unpacked(piece) for piece in kept["ids"]]
+        pieces = [unpack_ids(piece) for piece in kept["ids"]]
         assert [token for piece in pieces for token in piece] == context.sample.tokens
         masks = [[bool(number % 2)] * len(piece) for number, piece in enumerate(pieces)]
         assert sum(masks, []) == context.sample.mask

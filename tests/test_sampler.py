@@ -20,7 +20,7 @@ import torch
 from helpers import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sampler import Sampler, graphs, hashed
+from sampler import Sampler, graphs, hash64
 from sampler import model as decoder
 from sampler.draws import keep_likeliest, sample_token, uniform
 from sampler.graphs import Graphs
@@ -264,7 +264,7 @@ def test_draws_depend_on_seed_and_place_only():
     assert crowded.stats["preemptions"] > 0
     for i, prompt in enumerate(prompts):
         sampler = make(kind)
-        alone = sampler.submit(sampler.open(), prompt, max_new_tokens=20, seed=hashed(5, i))
+        alone = sampler.submit(sampler.open(), prompt, max_new_tokens=20, seed=hash64(5, i))
         finish(sampler)
         assert alone.tokens == crowd[i].tokens
         assert np.allclose(alone.logprobs, crowd[i].logprobs, atol=1e-5)
@@ -274,17 +274,17 @@ def test_draws_depend_on_seed_and_place_only():
 
 
 def test_a_row_s_successive_draws_are_independent_uniforms():
-    u = uniform(np.full(20_000, hashed(7), np.uint64), np.arange(20_000))
+    u = uniform(np.full(20_000, hash64(7), np.uint64), np.arange(20_000))
     assert 0 <= u.min()
     assert u.max() < 1
     assert abs(u.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.03
-    seeds = np.array([hashed(0, i) for i in range(20_000)], np.uint64)
+    seeds = np.array([hash64(0, i) for i in range(20_000)], np.uint64)
     v = uniform(seeds, np.zeros(20_000, np.int64))
     counts = np.bincount((v * 50).astype(int), minlength=50)
     assert len(counts) == 50 and abs(counts - 400).max() < 100
-    assert hashed(-1) == hashed(2**64 - 1)
-    assert len({hashed(1, 2), hashed(2, 1), hashed(1), hashed(1, 0)}) == 4
+    assert hash64(-1) == hash64(2**64 - 1)
+    assert len({hash64(1, 2), hash64(2, 1), hash64(1), hash64(1, 0)}) == 4
 
 
 @pytest.mark.parametrize(

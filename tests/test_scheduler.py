@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from sampler import Sampler, engine, hashed
+from sampler import Sampler, engine, hash64
 from sampler.draws import sample_token, uniform
 
 V = 29
@@ -86,7 +86,7 @@ def check_answer(request, context, weights=()):
     tokens = list(context) + request.tokens
     weights = weights or [0] * count
     values = [value_of(tuple(tokens[: len(context) + i]), weights[i]) for i in range(count)]
-    seeds = np.full(count, hashed(request.seed), np.uint64)
+    seeds = np.full(count, hash64(request.seed), np.uint64)
     expected, logprobs = sample_token(
         LOGITS[[int(value) % len(LOGITS) for value in values]],
         torch.from_numpy(uniform(seeds, np.arange(count))),

@@ -99,7 +99,7 @@ def make_micro_batch(
     """
     owners = owners or range(len(samples))
     inputs = [sample.tokens[:length] for sample, length in zip(samples, lengths, strict=True)]
-    tokens, positions, added, rows_of = prefixes.lay_out(inputs or [[0, 0]])
+    tokens, positions, additions, rows_of = prefixes.lay_out(inputs or [[0, 0]])
     loss_tokens = [
         (rows[i - 1], owner, sample.tokens[i], sample.logprobs[i], sample.advantage)
         for sample, length, owner, rows in zip(samples, lengths, owners, rows_of)
@@ -111,7 +111,7 @@ def make_micro_batch(
     weight = [w[1:][torch.tensor(s.mask[1:])] for s, w in zip(samples, weights, strict=True)]
     integers = partial(torch.tensor, dtype=torch.long, device=device)
     numbers = partial(torch.tensor, dtype=torch.float32, device=device)
-    sequences = [count for count in added if count]
+    sequences = [count for count in additions if count]
     return MicroBatch(
         lengths=sequences,
         tokens=integers([tokens]),
@@ -124,5 +124,5 @@ def make_micro_batch(
         old_logprob=numbers(logprob),
         advantage=numbers(advantage),
         weight=torch.cat([torch.zeros(0), *weight]).to(device),
-        keys=prefixes.keys_of(added, rows_of, device),
+        keys=prefixes.keys_of(additions, rows_of, device),
     )

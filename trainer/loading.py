@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from atomic import reason
 from config import UserError
@@ -41,7 +40,7 @@ class AsLoaded(GenerationConfig):
         """Accepts everything."""
 
 
-def load_model(path: str | Path, device, *, dtype=torch.float32) -> nn.Module:
+def load_model(path: str | Path, device, *, dtype=torch.float32) -> PreTrainedModel:
     """A causal language model from a folder or the hub, its parameters in `dtype`, on `device`.
 
     UserError for a model that cannot be read, lacks weights or has its own code (which is never

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import kernels
 from atomic import reason
@@ -141,11 +142,11 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The adapters' parameters, by PEFT's names."""
-    named = model.named_parameters()
-    return {f"base_model.model.{name}.weight": p for name, p in named if "lora_" in name}
+    parameters = model.named_parameters()
+    return {f"base_model.model.{name}.weight": p for name, p in parameters if "lora_" in name}
 
 
-def write_adapters(folder: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
+def write_adapters(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     """Writes the folder that PEFT loads: `weights`, and the config that gives them their scale."""
     modules = lora_layers(model)
     base = model.name_or_path

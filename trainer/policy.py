@@ -20,6 +20,7 @@ beside padded batches: `python -m bench.train_step`, on a GPU
 
 import contextlib
 import functools
+from collections.abc import Callable
 from types import MethodType, SimpleNamespace
 
 import torch
@@ -155,14 +156,14 @@ def compile_layers(model, compiler: str) -> None:
     for layer in layers(model):
         layer.forward = torch.compile(layer.forward, backend=compiler, dynamic=True)
     first = layers(model)[0]
-    compiled = first.forward  # not wrapped for recomputation yet, which the trial would confuse
+    forward = first.forward  # not wrapped for recomputation yet, which the trial would confuse
 
     def try_compiler(_, inputs, options) -> None:
         hook.remove()
         try:
             with torch.enable_grad():
                 x = inputs[0].detach().requires_grad_()
-                torch.autograd.grad(compiled(x, **options).sum(), x)
+                torch.autograd.grad(forward(x, **options).sum(), x)
         except Exception as error:  # It calls other compilers, which raise errors of any type.
             cause = reason(getattr(error, "inner_exception", error))[:200]
             print(f"torch.compile failed, so training is slower: {cause}", flush=True)
@@ -181,7 +182,7 @@ def layers(model) -> nn.ModuleList:
 
 
 @torch.no_grad()
-def logprob(policy: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
+def logprob(policy: Callable, batch: MicroBatch, temperature: float) -> Tensor:
     """The log-probs [N] of a micro-batch's loss tokens. The policy may be wrapped (`parallel`)."""
     return policy(batch, score=True, temperature=temperature)
 

@@ -86,7 +86,7 @@ def lay_out(
     """
     tokens = []
     positions = []
-    added = []
+    additions = []
     rows_of = []
     rows = []
     for before, current in itertools.pairwise([[], *inputs]):
@@ -95,16 +95,16 @@ def lay_out(
         rows = rows[:prefix] + list(range(len(tokens), len(tokens) + len(own)))
         tokens += own
         positions += range(prefix, len(current))
-        added.append(len(own))
+        additions.append(len(own))
         rows_of.append(rows)
-    return tokens, positions, added, rows_of
+    return tokens, positions, additions, rows_of
 
 
-def keys_of(added: list[int], rows_of: list[list[int]], device) -> Keys | None:
+def keys_of(additions: list[int], rows_of: list[list[int]], device) -> Keys | None:
     """The keys of each sample that adds a token; None if no sample shares a prefix."""
-    sequences = [rows for rows, count in zip(rows_of, added) if count]
+    sequences = [rows for rows, count in zip(rows_of, additions) if count]
     lengths = [len(rows) for rows in sequences]
-    if sum(lengths) == sum(added):
+    if sum(lengths) == sum(additions):
         return None
     indices = torch.tensor([row for rows in sequences for row in rows], device=device)
     boundaries = torch.tensor([0, *lengths], device=device).cumsum(0).int()
