@@ -4,7 +4,7 @@
     python -m bench.toy --seeds 0 1 --arithmetics avx2    some runs; another terminal may do others
     python -m bench.toy --table                           only tabulates the complete runs
 
-One machine imitates others: variables of the environment hold PyTorch, oneDNN and MKL down to older
+One machine imitates others: environment variables limit PyTorch, oneDNN and MKL to older
 instructions, and the rule of kernels/products.py is forced. On an Intel processor "mixed" does what
 an AMD processor with AVX-512 does: MKL stops at AVX2, and oneDNN multiplies. Each run makes its own
 base model. Rounding soon changes the draws. A complete run is not repeated.
