@@ -21,9 +21,8 @@ from config import UserError
 from plumbing.folders import read_json, read_lines, rollout_files, write_whole
 
 MAX_BYTES = 2_900_000  # of a page, so that a phone opens it at once
-# Characters of a text that the model wrote, and of one that it was given.
-LIMITS = {"WRITTEN": 6000, "GIVEN": 1500}
-SIGNS = {"up": "▲", "down": "▼", "flat": "●"}
+# For the template. The numbers: characters of a text that the model wrote, or was given.
+CONSTANTS = {"WRITTEN": 6000, "GIVEN": 1500, "SIGNS": {"up": "▲", "down": "▼", "flat": "●"}}
 
 
 def of_run(run: Path, *, steps: list[int] | None = None, questions: int = 3) -> Path:
@@ -166,7 +165,6 @@ ENVIRONMENT = Environment(
     lstrip_blocks=True,
 )
 ENVIRONMENT.filters |= {"cut": cut, "number": lambda n: f"{n:,}"}
-USED = (count, push, mark, parts_of, blocks, best_and_worst)
-ENVIRONMENT.globals |= {function.__name__: function for function in USED}
-ENVIRONMENT.globals |= LIMITS | {"SIGNS": SIGNS}
+FUNCTIONS = (count, push, mark, parts_of, blocks, best_and_worst)
+ENVIRONMENT.globals |= CONSTANTS | {function.__name__: function for function in FUNCTIONS}
 TEMPLATE = ENVIRONMENT.get_template("pages.html").module  # its macros

@@ -134,10 +134,8 @@ def demonstrate(
     content |= {"purpose": fact.wanted} if config.purpose else {}
     call = f"<tool_call>\n{json.dumps(content, ensure_ascii=False)}\n</tool_call>"
     statement = f"{fact.wanted} is {fact.golds[0]}"
-    steps = [
-        f"Wanted: {fact.wanted}.\n{call}",
-        f"Found: {statement}.\n<answer> {fact.golds[0]}</answer>",
-    ]
+    steps = [f"Wanted: {fact.wanted}.\n{call}"]
+    steps.append(f"Found: {statement}.\n<answer> {fact.golds[0]}</answer>")
     idle = []  # for each note: whether its chunk lacks the fact
 
     def system2(context: str) -> str:

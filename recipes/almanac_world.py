@@ -5,8 +5,7 @@ public domain). A page has up to 13 sections of named fields. A section is a doc
 several. Only HTML tags are removed.
 
 --page_fields N keeps N fields on each side of a wanted field, or the first N of a section without
-one, and 120 N characters of each field. With 0 all is kept. The median length of a page in tokens
-of SmolLM2:
+one, and 120 N characters of each; 0 keeps all. A page's median length in tokens of SmolLM2:
 
     --page_fields 1: 1,500     2: 2,900     6: 6,000     0: 8,600
 

@@ -99,11 +99,8 @@ def judge_from_environment() -> Callable[[Question, str], bool]:
         headers["Authorization"] = f"Bearer {key_of('MARS_JUDGE_API_KEY')}"
     client = Client(cache=None, timeout=120.0, tries=3)
     # Some servers refuse some of these fields. The prompt also describes the schema in words.
-    options = {
-        "temperature": 0,
-        "max_tokens": 2048,
-        "response_format": {"type": "json_schema", "json_schema": VERDICT},
-    }
+    options = {"temperature": 0, "max_tokens": 2048}
+    options["response_format"] = {"type": "json_schema", "json_schema": VERDICT}
 
     def judge(question: Question, response: str) -> bool:
         messages = [{"role": "user", "content": judge_prompt(question, response)}]

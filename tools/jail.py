@@ -171,8 +171,7 @@ def die_with(parent: int) -> None:
     A change of user resets this, so it is called after drop_privileges.
     """
     check(libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0), "no PR_SET_PDEATHSIG")
-    # The parent may have died before the line above.
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it may have died before the line above
         sys.exit("the parent has gone")
 
 
@@ -192,8 +191,7 @@ def seccomp() -> None:
 
     def add_rule(action, name, *comparisons):
         number = library.seccomp_syscall_resolve_name(name.encode())
-        # This libseccomp does not know the call, so it stays denied.
-        if number == UNKNOWN_CALL:
+        if number == UNKNOWN_CALL:  # this libseccomp lacks the call, so it stays denied
             return
         packed = b"".join(comparisons)
         error = library.seccomp_rule_add_array(context, action, number, len(comparisons), packed)
@@ -275,8 +273,7 @@ def execute(code: str) -> None:
             traceback.print_exception(*details)
             # Finalizers such as asyncio's would print a misleading last line.
             sys.stderr = None
-        except BaseException:
-            # The program broke the import system.
+        except BaseException:  # the program broke the import system
             sys.__excepthook__(*details)
         sys.exit(1)
 

@@ -203,8 +203,7 @@ def _excess(pid: int, memory: int) -> str:
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        # The child has just ended.
+    except OSError:  # the child has just ended
         return ""
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     page_tables = int(fields.get("VmPTE", "0 kB").split()[0]) << 10
