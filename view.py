@@ -16,10 +16,10 @@ def main(arguments: list[str]) -> int:
     parser = OneLineParser(description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder, such as runs/toy")
     parser.add_argument("--steps", type=int, nargs="+", help="default: first, middle, last")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        show(str(curves.of_run(given.run)))
-        show(str(pages.of_run(given.run, steps=given.steps)))
+        show(str(curves.of_run(options.run)))
+        show(str(pages.of_run(options.run, steps=options.steps)))
     except UserError as error:
         return fail(error)
     return 0

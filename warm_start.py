@@ -12,9 +12,8 @@ would weigh as much as a long call, and the model would learn to answer at once.
 
 A line of the file is {"messages": [{"role": …, "content": …}, …]}, and the assistant's messages
 are learned. `--from_run runs/NAME --out FILE` writes a file of a run's right attempts, with the
-very tokens that were sampled. `play` makes demonstrations of any method without a file (see
-recipes/almanac.py). It runs the method's own episode with given texts in place of samples, so that
-all tokens of the contexts are those of RL.
+very tokens that were sampled. A recipe needs no file (see recipes/almanac.py): `play` runs a
+method's own episode with given texts in place of samples, so all tokens are those of RL.
 
 Tests: pytest tests/test_warm_start.py
 """
@@ -41,7 +40,7 @@ from config import Config, UserError, fail, no_option, option, parse, parser, us
 from plumbing import folders, logbook, models
 from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
-from tasks.chat import ChatFormat, is_mark, rendered
+from tasks.chat import ChatFormat, is_mark, render
 from tasks.questions import Question
 from tools import Tool
 
@@ -271,8 +270,8 @@ def samples_of(messages: list[dict] | dict, tokenizer) -> list[Sample]:
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        context = rendered(messages[:number], tokenizer, True)
-        text = rendered(messages[: number + 1], tokenizer, False)  # with the message
+        context = render(messages[:number], tokenizer, True)
+        text = render(messages[: number + 1], tokenizer, False)  # with the message
         tokens = tokenizer.encode(text.removeprefix(context), add_special_tokens=False)
         ends = [i for i, token in enumerate(tokens) if token in marks]
         if not ends or not text.startswith(context):
@@ -290,7 +289,7 @@ def samples_of(messages: list[dict] | dict, tokenizer) -> list[Sample]:
 
 
 def from_run(run: Path) -> list[dict]:
-    """The contexts of a run's right attempts at training questions, each different one once."""
+    """The contexts of a run's right attempts at training questions, without repetitions."""
     tokenizer = models.load_tokenizer(run / "checkpoint")
     keys = {}  # (role, *ids) -> None, in the order of the files
     for path in folders.rollout_files(run).values():
@@ -299,7 +298,7 @@ def from_run(run: Path) -> list[dict]:
                 keys |= dict.fromkeys((c["role"], *c["ids"]) for c in contexts_of(record))
     if not keys:
         raise UserError(f"{run} holds no right attempt at a training question with its token ids")
-    # The texts are for a human reader, and show later whether a tokenizer is the run's.
+    # The texts are for human readers. Later they show whether a tokenizer is the run's.
     return [{"role": role, "ids": ids, "texts": texts_of(ids, tokenizer)} for role, *ids in keys]
 
 

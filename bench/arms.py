@@ -7,20 +7,20 @@
     python -m bench.arms almanac --arms mars frozen      two arms, seed 0
 
 The run of an arm and a seed is RUNS/ARM-SEED, with a log beside it. The same command resumes runs
-and skips complete ones, so other options need another --runs, and on the almanac --records.
+and skips complete ones. So other options need other --runs, and on the almanac other --records.
 
-**On a toy** a seed gives a world, its questions and a base model, so within a seed all arms start
-from the same weights and get the same questions. `replica` changes nothing that should matter, but
-its draws soon differ: it shows how far two runs of one setting differ. The table has each score at
-the end in percent: the mean (and each seed). Results: bench/results/arms_METHOD.json.
+**On a toy** the arms of a seed have the same world, questions and base model. `replica` changes
+nothing that should matter, but its draws soon differ: so much do two runs of one setting differ.
+The table has the mean of each score at the end in percent, and each seed's score in brackets.
+Results: bench/results/arms_METHOD.json.
 
 **On the almanac** the last and the first weights of each run answer the same held-out questions,
-sampled and greedily. The arms of a seed start from the same weights, except those that read in
-another way. RECORDS/NAME.json keeps what the table needs of an evaluation: which questions were
-right, counts by cell (whether RL has seen the country and the attribute; how good the notes are),
-the costs of a step. Beside RECORDS, table.json compares each arm, question by question, with its
-start and with MARS (McNemar's exact test, which ignores how seeds differ), and arms.png shows the
-sampled answers. An arm takes some four minutes on an H100 and 3 GB on disk.
+sampled and greedily. The arms of a seed start from the same weights, except OTHER_READING.
+RECORDS/NAME.json keeps which questions were right, counts by cell (whether RL has seen the country
+and the attribute; how good the notes are) and the costs of a step. Beside RECORDS, table.json
+compares each arm, question by question, with its start and with MARS (McNemar's exact test, which
+ignores how seeds differ), and arms.png shows the sampled answers. An arm takes some four minutes on
+an H100 and 3 GB on disk.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
 """
@@ -57,7 +57,7 @@ WHOLE_SYSTEMS = ["--rollouts", "linear", "--group", "16", "--credit"]
 ARMS = {
     "mars": {
         "full": [],
-        "replica": ["--lr", "0.0005005"],  # rounds differently, and so soon draws differently
+        "replica": ["--lr", "0.0005005"],  # other rounding soon leads to other draws
         "system1_frozen": ["--system1", "frozen"],
         "system1_none": ["--system1", "none"],
         "balance_off": ["--balance", "none"],
@@ -110,6 +110,7 @@ ARMS = {
         "no-packing": ["--no-packing"],
     },
 }
+# These arms have contexts of another form, so each has a warm start of its own.
 OTHER_READING = ("none", "one-agent", "passages", "no-purpose", "no-packing")
 DECODING = ("sampled", "greedy")
 CHECK_SCORES = ("eval_verifier_accuracy", "eval_recall", "eval_false_alarm_share")
@@ -140,7 +141,7 @@ def call_python(options: argparse.Namespace, arguments: list[str], name: str) ->
 
 
 def is_complete(run: Path) -> bool:
-    """Whether a run was evaluated after its last step. A full disk may lack that step's state."""
+    """Whether a run's last step was evaluated and its state saved. A full disk may prevent that."""
     lines = read_metrics(run)
     steps = lines[-1]["step"] + 1 if lines else 0
     saved_steps, _ = newest(run) or (steps, None)
@@ -162,13 +163,12 @@ def summarise_toy(method: str, runs: Path) -> list[dict]:
     """A row for each arm that has a complete run: its scores at the end, in percent."""
     rows = []
     for arm, changes in ARMS[method].items():
-        folders_of_arm = sorted(runs.glob(f"{arm}-[0-9]*/"))
-        ends = {run.name: read_metrics(run)[-1] for run in folders_of_arm if is_complete(run)}
-        if ends:
-            seeds = " ".join(name.rpartition("-")[2] for name in ends)
+        complete = [run for run in sorted(runs.glob(f"{arm}-[0-9]*/")) if is_complete(run)]
+        if complete:
+            seeds = " ".join(run.name.rpartition("-")[2] for run in complete)
             row = {"arm": arm, "options": " ".join(changes), "seeds": seeds}
             for score in SCORES[method]:
-                values = [100 * end[score] for end in ends.values()]
+                values = [100 * read_metrics(run)[-1][score] for run in complete]
                 row[score] = f"{mean(values):.1f} ({' '.join(f'{value:.1f}' for value in values)})"
             rows.append(row)
     return rows
@@ -183,7 +183,7 @@ def start_of(arm: str) -> str:
 
 
 def run_missing(options: argparse.Namespace) -> None:
-    """Carries out each run and evaluation that is missing, seed by seed, first the sampled ones."""
+    """Does each run and evaluation that has no record: the sampled ones first, seed by seed."""
     todo = itertools.product(options.decodings, options.seeds, options.arms)
     for decoding, seed, arm in todo:
         for model in (arm, start_of(arm)):
@@ -197,7 +197,7 @@ def run_missing(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace, arm: str, run: Path, model: str, decoding: str) -> dict:
-    """The record of an arm's last weights, or of its first ones if `model` is a start's name."""
+    """The record of a run's last weights if `model` is the arm's name, else of its first ones."""
     config = folders.read_json(run / "config.json")
     arguments = [*PROGRAMS["almanac"], "eval"]
     if model == arm:
@@ -217,12 +217,9 @@ def evaluate(options: argparse.Namespace, arm: str, run: Path, model: str, decod
 
     folder = made_once(options.runs / name, ask) / "eval"
     right = "".join(str(int(one["reward"] == 1)) for one in trajectories(folder))
-    record = {"made": provenance(), "cells": cells(folder), "right": right, "of a step": {}}
-    if model == arm:
-        lines = read_metrics(run)
-        for cost, metric in COSTS.items():
-            record["of a step"][cost] = mean(line.get(metric, 0) for line in lines)
-    return record
+    lines = read_metrics(run) if model == arm else []
+    costs = {name: mean(x.get(key, 0) for x in lines) for name, key in COSTS.items() if lines}
+    return {"made": provenance(), "cells": cells(folder), "right": right, "of a step": costs}
 
 
 def trajectories(folder: Path) -> list[dict]:

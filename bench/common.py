@@ -104,12 +104,12 @@ class Bench:
         """
         rates()  # measured once, while the memory is free
         gc.collect()  # a policy refers to itself
-        torch.cuda.empty_cache()  # the row before has filled it
+        torch.cuda.empty_cache()  # the previous row has filled it
         try:
             row = name | function()
         except Exception as error:
             row = name | {"failed": f"{type(error).__name__}: {error}".partition("\n")[0][:100]}
-        row = {name: x for name, x in row.items() if x == x}  # drops NaN: not measured here
+        row = {name: x for name, x in row.items() if x == x}  # NaN: not measured on this machine
         self.rows.append(row)
         if self.folder:
             save(self.name, self.command, self.rows, self.folder, rates=rates())
@@ -148,7 +148,7 @@ def provenance() -> dict:
     }
 
 
-def save(name: str, command: str, rows: list[dict], folder: Path = RESULTS, **more) -> Path:
+def save(name: str, command: str, rows: list[dict], folder: Path, **more) -> Path:
     """Writes NAME.json atomically: the rows with their command and provenance."""
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

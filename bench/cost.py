@@ -27,12 +27,12 @@ from sampler.scheduler import Scheduler
 
 CONFIG = MarsConfig(**{name: value for name, value in PAPER.items() if name != "name"})
 GPUS = 8
-SCALE = 64  # a simulated token stands for so many, a page's tokens on CUDA
+SCALE = 64  # tokens that one simulated token stands for: a page of the KV cache on CUDA
 
 # One H100: a copy's bytes a second, a large product's FLOP/s (measured, docs/findings.md).
 COPY, PRODUCT = 2.97e12, 775e12
-# A decode step reads at the rate of a copy, and 1.5 ms go to launches and draws: the line through
-# two steps that an H200 took (3 and 12 rows of 24k tokens: 7.6 and 15.2 ms).
+# A decode step reads at the rate of a copy, and launches and draws take 1.5 ms. Both are fitted to
+# two steps of an H200 (3 and 12 rows of 24k tokens: 7.6 and 15.2 ms).
 READ, STEP_SECONDS = COPY, 1.5e-3
 PREFILL, LINEAR = 0.84 * PRODUCT, 0.88 * PRODUCT  # a layer's products in rollouts, in training
 LOSS = 0.79 * PRODUCT  # with gradients (measured)
@@ -83,7 +83,7 @@ class Rank:
         self.close = self.scheduler.close
         self.clock = 0.0  # seconds
         self.rows = []  # number of rows of each decode step
-        self.samples = []  # (tokens, sampled tokens) of what is trained
+        self.samples = []  # (tokens, sampled tokens) of each sample that is trained
 
     @property
     def busy(self) -> bool:
@@ -112,7 +112,7 @@ class Rank:
 
 
 async def play(driver: Driver, rank: Rank, calls: int, name: str) -> None:
-    """An attempt: a step of System 2, a note on each chunk of what its call returned, and so on."""
+    """An attempt: `calls` times a step of System 2 and a note on each chunk, then a last step."""
     rng = random.Random(name)
 
     async def ask(conversation: Conversation, prompt: int, average: int, limit: int) -> int:

@@ -46,7 +46,7 @@ RULES = {
 
 @dataclass
 class Replay:
-    """An attempt up to its answer, with all notes (at index 0) and with each of them silenced."""
+    """An attempt up to its answer: with all notes (index 0), and with each note silenced."""
 
     trajectory: Trajectory
     prompts: list[list[int]]  # System 2's context before the answer, token ids
@@ -132,7 +132,7 @@ def advantages(run: Run, trajectories: list[Trajectory], readers: list[Sample]) 
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson's correlation; 0 where one of both is constant."""
+    """Pearson's correlation; 0 if either is constant."""
     return float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else 0.0
 
 

@@ -4,10 +4,10 @@
     python -m bench.gpu --part speed --out FOLDER   what is open, beside predictions (four minutes)
     python -m bench.gpu --part almanac --seconds 300 --out FOLDER      three experiments at once
 
-Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. The part `speed` is
-a step whose rows hold what was predicted; without flash-attn 4 (requirements-gpu.txt) two of them
-fail. The part `almanac` trains 14 runs of recipes/almanac.py side by side. Its runs and records lie
-in FOLDER, so the same command goes on where the time was up.
+Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. The rows of the part
+`speed` also hold a prediction; two of them need flash-attn 4 (requirements-gpu.txt). The part
+`almanac` trains 14 runs of recipes/almanac.py side by side. Its runs and records are in FOLDER, so
+the same command continues where the time was up.
 
 The tests that need a GPU are another command:
 `python -m pytest -m gpu tests/test_kernels_*.py tests/test_policy.py tests/test_sampler.py`.
@@ -92,11 +92,9 @@ def almanac_jobs(out: Path) -> list[tuple[list[str], list[Path]]]:
     short = min(fields for fields in pages.LENGTHS if fields)
 
     def train(fields: int, arm: str, seed: int) -> tuple[list[str], list[Path]]:
-        folders = ["--runs", str(runs), "--records", str(records)]
-        choice = ["--lengths", str(fields), "--arms", arm, "--seeds", str(seed)]
-        length = ["--steps", STEPS_OF_A_RUN, "--eval_every", STEPS_OF_A_RUN]
-        more = ["--recompute_activations", *length]
-        return ["-m", "bench.pages", *choice, *folders, *more], []
+        options = f"--lengths {fields} --arms {arm} --seeds {seed} --recompute_activations".split()
+        options += f"--steps {STEPS_OF_A_RUN} --eval_every {STEPS_OF_A_RUN}".split()
+        return ["-m", "bench.pages", "--runs", str(runs), "--records", str(records), *options], []
 
     def swap(rule: str, seeds: tuple) -> tuple[list[str], list[Path]]:
         names = [f"fields-{short}/{rule}-{seed}" for seed in seeds]
@@ -118,12 +116,12 @@ def almanac_jobs(out: Path) -> list[tuple[list[str], list[Path]]]:
     return jobs
 
 
-def run_almanac(out: Path, seconds: float, jobs: list | None = None) -> None:
-    """Carries out the jobs side by side, each as soon as its files exist. After `seconds` it ends.
+def run_jobs(out: Path, seconds: float, jobs: list[tuple[list[str], list[Path]]]) -> None:
+    """Runs jobs side by side for at most `seconds`. A job starts when the files it needs exist.
 
-    Each job's output is FOLDER/job_N.log.
+    Each job's output is OUT/job_N.log.
     """
-    waiting = dict(enumerate(almanac_jobs(out) if jobs is None else jobs))
+    waiting = dict(enumerate(jobs))
     running = {}
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
@@ -162,7 +160,7 @@ if __name__ == "__main__":
     if not torch.cuda.is_available():
         parser.exit(2, "bench.gpu measures a GPU, and PyTorch sees no CUDA device here\n")
     if options.part == "almanac":
-        run_almanac(options.out, options.seconds)
+        run_jobs(options.out, options.seconds, almanac_jobs(options.out))
     else:
         kind, parts = ("part", PARTS) if options.part else ("step", STEPS)
         for name in options.step or parts:

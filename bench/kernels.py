@@ -57,7 +57,7 @@ def mars_loss(*case):
 
 
 def whole_logits(hidden, weight, target):
-    """The textbook's log-probs [N], with all the logits in memory, in the inputs' type."""
+    """The log-probs [N] as textbooks have them: all logits in memory, in the inputs' type."""
     return (hidden @ weight.T).log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
@@ -180,7 +180,7 @@ def mars_attention(q, k_pages, v_pages, table, lengths, kv_ranges):
 
 
 def gather_all(q, k_pages, v_pages, table, lengths, kv_ranges):
-    """Attention as one writes it in plain PyTorch: rows padded to the longest, one SDPA call."""
+    """Attention in plain PyTorch: rows are padded to the longest, for one SDPA call."""
     k = k_pages[table].flatten(1, 2).transpose(1, 2)  # [B, Hkv, T, Dh]
     v = v_pages[table].flatten(1, 2).transpose(1, 2)
     valid = torch.arange(k.shape[2], device=q.device) < lengths[:, None]
@@ -191,8 +191,8 @@ def gather_all(q, k_pages, v_pages, table, lengths, kv_ranges):
 FORMS = {"MARS": mars_attention, "gather + SDPA": gather_all}
 
 
-def captured(function):
-    """Runs `function` once; returns a CUDA graph of its launches, on a CPU the function itself."""
+def capture(function):
+    """Runs `function` once. Returns a CUDA graph of its launches, on a CPU the function itself."""
     function()
     if not torch.cuda.is_available():
         return function
@@ -214,7 +214,7 @@ def attention(bench: common.Bench) -> None:
             for i in range(calls):
                 form(*arguments[i % len(arguments)])
 
-        times = common.timed(captured(all_calls), rounds)
+        times = common.timed(capture(all_calls), rounds)
         row = common.spread("µs", [1e6 * seconds / calls for seconds in times])
         rate = size / row["µs, median"] * 1e6
         return row | {"share of copy": rate / common.rates()["copy"]}

@@ -2,7 +2,7 @@
 
     python -m bench.pages                             four lengths, four arms, seed 0
     python -m bench.pages --lengths 1 6 --arms candid one-agent
-    python -m bench.pages --table                     only tabulates what there is
+    python -m bench.pages --table                     only tabulates the complete runs
 
 Every arm is trained and evaluated anew at each length (--page_fields of the recipe). A single agent
 gives a page at most half of its context, 4,096 tokens, so it must cut longer pages; BM25's passages
@@ -12,7 +12,6 @@ was. Results: bench/results/almanac/pages.json and pages.png. Tests: pytest test
 
 import argparse
 import copy
-import io
 from pathlib import Path
 
 import matplotlib
@@ -39,9 +38,8 @@ def at_length(options: argparse.Namespace, fields: int) -> argparse.Namespace:
     return own
 
 
-def picture(rows: list[dict]) -> bytes:
-    """A PNG: the share of right answers (sampled) by page length, a curve for each arm."""
-    png = io.BytesIO()
+def draw(rows: list[dict], path: Path) -> None:
+    """Draws the share of right answers (sampled) by page length, a curve for each arm."""
     with matplotlib.rc_context(curves.LOOK):
         figure = Figure(figsize=(6, 3.2), dpi=150, layout="constrained")
         axes = figure.subplots()
@@ -49,18 +47,16 @@ def picture(rows: list[dict]) -> bytes:
             own = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["tokens"])
             shares = [row["right"] / row["asked"] for row in own]
             bounds = [wilson_interval(row["right"], row["asked"]) for row in own]
-            errors = [[s - low, high - s] for s, (low, high) in zip(shares, bounds)]
+            errors = [(s - low, high - s) for s, (low, high) in zip(shares, bounds)]
             tokens = [row["tokens"] for row in own]
             if own:
-                axes.errorbar(
-                    tokens, shares, yerr=list(zip(*errors)), fmt="o-", color=colour, label=arm
-                )
+                look = {"fmt": "o-", "color": colour, "label": arm}
+                axes.errorbar(tokens, shares, yerr=list(zip(*errors)), **look)
         axes.set_xlabel("tokens of a page (median)")
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.legend()
-        figure.savefig(png, format="png")
-    return png.getvalue()
+        figure.savefig(path)
 
 
 def tabulate(options: argparse.Namespace) -> list[dict]:
@@ -95,7 +91,9 @@ def main() -> None:
         arms.run_missing(at_length(options, fields))
     rows = tabulate(options)
     publish("pages", rows, RESULTS / "almanac")
-    print(folders.write_whole(RESULTS / "almanac" / "pages.png", picture(rows)))
+    path = RESULTS / "almanac" / "pages.png"
+    draw(rows, path)
+    print(path)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ The last line is for both environments: these packages come along, built for ano
 transformers then ends in "Could not import module 'AutoProcessor'".
 
 The process reads its work as JSON: `folder` of the model, `precision` ("float32" or "bfloat16"),
-`prompts` (token ids), `copies` (samples of each prompt), `new` (tokens of each sample). It does it
+`prompts` (token ids), `copies` (samples of each prompt), `new` (tokens of each sample). It samples
 `rounds` times after a warm-up, and replies as JSON with the version, the CPU seconds of each round,
 and the number of sampled tokens of the last round. Tests: pytest tests/test_bench.py
 """
@@ -86,8 +86,8 @@ PEERS = {"OpenVINO GenAI": openvino, "vLLM": vllm}
 
 
 def serve() -> None:
-    """Does the work that the head of this file describes."""
-    # A peer prints to stdout as it likes: the reply alone gets the pipe, the prints go to stderr.
+    """Does the work that the module's docstring describes."""
+    # Peers print to stdout. So only the reply gets this pipe, and what they print goes to stderr.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     work = json.load(sys.stdin)

@@ -73,7 +73,7 @@ def compete(bench: common.Bench, model, pythons: list[str], work: dict, **name) 
     seeds = itertools.count()
 
     def our_round():
-        sampler.scheduler.release_all()  # Else the pages of the round before would be found.
+        sampler.scheduler.release_all()  # no round reads pages that another has left
         sampler.generate(prompts, max_new_tokens=NEW, seed=next(seeds))
 
     def columns(seconds: list[float], tokens: int = len(prompts) * NEW) -> dict:
@@ -140,7 +140,7 @@ def make_sampler(size: dict, tokens: int, rows: int) -> Sampler:
 def decode_steps(size: dict, rows: int, context: int, steps: int) -> dict:
     """The time of a decode step of `rows` rows, each of which holds `context` tokens."""
     rounds = 3
-    # The first rows decode so many tokens while the last ones are prefilled.
+    # The tokens that the first rows decode while the last ones are prefilled.
     ahead = rows * context // 8192 + 16
     tokens = rows * (context + (rounds + 1) * steps + ahead + 64)
     sampler = make_sampler(size, tokens, rows)

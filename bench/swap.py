@@ -25,11 +25,14 @@ from plumbing import folders
 from plumbing.metrics import with_interval
 from rollout import play_batch
 
-PAPERS_RULE = {"credit": "mars"}  # other rules refuse a frozen reader, and nothing is trained here
+PAPERS_RULE = {"credit": "mars"}  # unused, but other rules would refuse a frozen reader
 
 
 def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dict:
-    """Which questions a pair has right. start: System 2 is the run's start. system1: None, same."""
+    """Which questions a pair has right.
+
+    start: whether System 2 has the run's first weights. system1: System 1's, None: the same.
+    """
     checkpoint, options = weights_of(run, start)
     options |= {"eval_questions": questions} | PAPERS_RULE
     if system1:
@@ -41,21 +44,17 @@ def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dic
 
 
 def pairs(runs: list[Path]) -> list[tuple[Path, str, str, Path | None]]:
-    """(run, name of System 2, name of System 1, the model of System 1 if it is another) of each."""
+    """(run, name of System 2, name of System 1, folder of System 1's weights or None: the same)."""
+    weights = {run: (run / "checkpoint").resolve() for run in runs}  # the last ones
     rows = []
     for run, is_trained in product(runs, (False, True)):
         start = Path(folders.read_json(run / "config.json")["model"])
         system2 = run.name if is_trained else "start"
         rows.append((run, system2, system2, None))
         others = [("start", start)] if is_trained else []
-        others += [(r.name, newest(r)) for r in runs if not (is_trained and r == run)]
+        others += [(r.name, weights[r]) for r in runs if not (is_trained and r == run)]
         rows += [(run, system2, name, model) for name, model in others]
     return rows
-
-
-def newest(run: Path) -> Path:
-    """The last weights of a run."""
-    return (run / "checkpoint").resolve()
 
 
 def measure(options: argparse.Namespace) -> list[dict]:

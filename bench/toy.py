@@ -4,7 +4,7 @@
     python -m bench.toy --seeds 0 1 --arithmetics avx2    some runs; another terminal may do others
     python -m bench.toy --table                           only tabulates the complete runs
 
-One machine imitates others: variables of the environment hold PyTorch, oneDNN and MKL down to older
+One machine imitates others: environment variables limit PyTorch, oneDNN and MKL to older
 instructions, and the rule of kernels/products.py is forced. On an Intel processor "mixed" does what
 an AMD processor with AVX-512 does: MKL stops at AVX2, and oneDNN multiplies. Each run makes its own
 base model. Rounding soon changes the draws. A complete run is not repeated.
@@ -15,7 +15,6 @@ Results: bench/results/toy.json. Tests: pytest tests/test_bench.py
 import argparse
 import itertools
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -54,18 +53,17 @@ def run(arithmetic: str, seed: int, runs: Path, more: list[str]) -> None:
     options = ["--name", name, "--runs", str(runs), "--cache", str(cache), "--seed", str(seed)]
     line = [sys.executable, "-c", PROGRAM.format(onednn=onednn), *options, *more]
     runs.mkdir(parents=True, exist_ok=True)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = sum(os.times()[2:4])  # CPU seconds of child processes
     with open(runs / f"{name}.log", "w") as log:
         environment = os.environ | variables
         code = subprocess.run(line, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
     if code:
         sys.exit(f"it failed: see {runs / name}.log; remove {runs / name} before the next try")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = sum(os.times()[2:4]) - before
     first, *_, last = read_metrics(runs / name)
     row = {"arithmetic": arithmetic, "seed": seed}
     for score in SCORES:
         row |= {f"{score}, before": first[score], score: last[score]}
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     write_json(runs / f"{name}.json", row | {"CPU seconds": seconds})
 
 

@@ -106,12 +106,13 @@ FORMS = {
     "padded, random order": {},
     "padded, sorted by length": {"by_length": True},
 }
-# What is open, with predictions for an H200. There kernels took 0.94 s of the kept step (0.99 s)
-# and 1.20 s of the recomputed one (1.48 s), attention 0.38 and 0.47: 0.09 s forward, 0.29 backward.
-# In 24k tokens' prefill (1.12 s, with flash-attn 4 0.86) products and the rest take 0.56 s, so it
-# needs 0.53 of attention's time; backward we assume 0.6, and 0.01 s a pass for repeated keys. The
-# host needs 1.2 ms for each of 140 layer passes forward, again, and backward. Reentrant, the card
-# should be idle as in the kept step. If the host works all the time, flash-attn 4 gains nothing.
+# What is open, with predictions for an H200. Kernels took 0.94 s of its step with kept activations
+# (0.99 s) and 1.20 s of the step that recomputes them (1.48 s). Attention took 0.38 and 0.47 s of
+# these: 0.09 s a forward pass, 0.29 s the backward pass. A prefill of 24k tokens took 1.12 s, with
+# flash-attn 4 0.86 s, and all but attention 0.56 s. So flash-attn 4 needs 0.53 of attention's time.
+# We assume 0.6 backward, and 0.01 s a pass for repeated keys. The host needs 1.2 ms for each of 140
+# layers, forward, again, and backward. With reentrant checkpointing the GPU should be idle as in
+# the kept step. If the host works all the time, flash-attn 4 gains nothing.
 PYTORCH = {"packed": True, "attention": "PyTorch"}
 FLASH_4 = {"packed": True, "attention": "flash-attn 4"}
 OPEN = {
@@ -138,9 +139,9 @@ def reentrant(forward: Callable, *inputs, **options):
 
 
 def idleness(step: Callable) -> dict:
-    """Columns: seconds of a profiled step, those of the idle card, those in which the host works.
+    """Columns: the seconds of a profiled step, those of an idle GPU, those of a working host.
 
-    A call of CUDA that takes more than 30 µs waits for the card or for room in its queue.
+    A call of CUDA that takes more than 30 µs waits for the GPU or for room in its queue.
     """
     activity = getattr(torch.profiler.ProfilerActivity, common.DEVICE.type.upper())
     with torch.profiler.profile(activities=[activity]) as profile:
@@ -167,7 +168,7 @@ def setting(tiny: bool) -> tuple[dict, list[Sample], int]:
 def make_step(
     size, samples, capacity, *, packed=False, recompute=True, compiled=True, by_length=False
 ) -> tuple[torch.nn.Module, Callable]:
-    """A random model, and a function: a step, its loss, tokens computed, the gradient's norm.
+    """A random model, and a step, which returns (loss, tokens computed, the gradient's norm).
 
     recompute: True, False, or "reentrant". On a CPU only "reentrant" recomputes.
     """

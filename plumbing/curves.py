@@ -103,7 +103,7 @@ def draw(
 def points(lines: list[dict], key: str) -> list[tuple[int, float]]:
     """(x, value) wherever a key was logged; x is the number of steps done before it was measured.
 
-    A run's last line holds the final evaluation, and perhaps also the one before its step.
+    A line may hold an evaluation from before its step. The last line holds the final one as well.
     """
     if not key.startswith("eval_"):
         return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
@@ -113,7 +113,7 @@ def points(lines: list[dict], key: str) -> list[tuple[int, float]]:
 
 
 def draw_panel(ax: Axes, lines: list[dict], labels: dict[str, str], top: float) -> None:
-    """One small multiple: a line for each key of `labels` that was logged."""
+    """Draws a panel: a line for each key of `labels` that was logged."""
     for key, label in labels.items():
         logged = points(lines, key)
         if logged:

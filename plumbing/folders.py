@@ -18,7 +18,7 @@ from config import UserError
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Records of a JSONL file. A line cut by a kill is skipped, and stderr says so."""
+    """Records of a JSONL file. A line that a kill has cut is skipped, and stderr says so."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -80,8 +80,8 @@ def append_lines(path: Path, records: list[dict]) -> None:
 
 def rollout_files(run: Path) -> dict[int, Path]:
     """step -> the file of its trajectories, in the order of the steps."""
-    found = (run / "rollouts").glob("step_*.jsonl")
-    files = {int(path.stem[5:]): path for path in found if path.stem[5:].isdecimal()}
+    paths = (run / "rollouts").glob("step_*.jsonl")
+    files = {int(path.stem[5:]): path for path in paths if path.stem[5:].isdecimal()}
     return dict(sorted(files.items()))
 
 
@@ -103,7 +103,7 @@ def vacant(folder: Path) -> bool:
 
 
 def refuse_run(runs: Path, name: str) -> None:
-    """UserError if no run can begin at runs/name. An empty name stands for any free one."""
+    """UserError if no run can begin at runs/name. If `name` is empty, a free one will be taken."""
     folder = runs / name
     if name and not vacant(folder):
         more = "add --resume to go on with it, or " if resumable(folder) else ""
@@ -131,7 +131,7 @@ def lock(folder: Path) -> IO | None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        # What killed processes left of files and of folders (atomic.write_folder).
+        # Killed processes may have left parts of files and of folders (atomic.write_folder).
         for part in folder.rglob("*.part"):
             part.unlink(missing_ok=True)
         for part in [*folder.rglob(".*.writing"), *folder.rglob(".*.former")]:

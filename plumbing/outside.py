@@ -67,9 +67,9 @@ def environment(
 ) -> dict:
     """Fields of a Run, and "servers" and "kv_tokens". UserError lists all that is missing.
 
-    `start`: the model to start from in place of --model. A fork can bring its own tools, its own
-    form of `training_and_held_out`, a grader, and a function of (--cache, --seed) that makes the
-    model of `--model toy`.
+    `start` replaces --model. A fork can bring tools, a function in place of
+    `training_and_held_out`, a grader, and a function of (--cache, --seed) that makes the model of
+    `--model toy`.
     """
     problems = []
 
@@ -93,7 +93,7 @@ def environment(
     servers = collect_problem(vllm.connect, urls, config.tool_seconds) if config.server else []
     if start is None and config.model != "toy":
         start = collect_problem(models.find, config.model, config.cache)
-    elif start is None and not problems:  # it takes minutes, in vain for a run that cannot start
+    elif start is None and not problems:  # it takes minutes, so only for a run that can start
         start = collect_problem(base_model, config.cache, config.seed)
     plan = None
     if start:
@@ -101,7 +101,7 @@ def environment(
         sizes = {"longest": config.longest(), "world": machine.ranks, "device": machine.device}
         sizes |= {"config": config, "training": training}
         plan = collect_problem(trainer.memory_plan, start, **sizes)
-    problems = list(dict.fromkeys(problems))  # Both splits can have the same problem.
+    problems = list(dict.fromkeys(problems))  # both splits can have the same problem
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
@@ -190,7 +190,7 @@ def check_machine(config: Config, machine: Machine) -> None:
 # ------------------------------------------------------------------------------- tools
 
 
-def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool] = ()) -> list[str]:
+def usable_tools(config: Config, rank: int, more_tools: Sequence[Tool]) -> list[str]:
     """The names of --tools that are not among `more_tools`. UserError for an unknown name.
 
     Where Python can't be jailed the toy goes on without it; a real run is refused.
@@ -246,8 +246,8 @@ def training_and_held_out(
 ) -> tuple[Callable[[int], Question] | None, list[Question]]:
     """The endless stream of training questions, and the held-out ones.
 
-    The held-out ones are --eval_data. Without it they are drawn from --data, and training has the
-    rest of --data. Without training there are only held-out questions.
+    The held-out questions are those of --eval_data. Without it they are drawn from --data, and
+    training has the rest. Without training there is no stream.
     """
     if config.data == "toy":
         # --tools removes tools but not their questions, so that accuracies can be compared. Only
@@ -290,9 +290,9 @@ class Questions:
     def draw(self, epoch: int) -> list[int]:
         """An epoch's order of questions. Each part of it has about the same share of every set.
 
-        A set's questions have equal distances. The place of its first question is random, so that
-        a set of one question may come anywhere. In a fully random order a step once had six
-        questions of one kind in eight, and its update taught that kind's habits to the other.
+        A set's questions lie at equal distances, and the place of its first one is random. In a
+        fully random order a step once had six questions of one kind in eight, and its update
+        taught that kind's habits to the other.
         """
         sizes = Counter(question.source for question in self.loaded)
         counts = Counter()

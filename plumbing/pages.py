@@ -21,9 +21,8 @@ from config import UserError
 from plumbing.folders import read_json, read_lines, rollout_files, write_whole
 
 MAX_BYTES = 2_900_000  # of a page, so that a phone opens it at once
-# Characters of a text that the model wrote, and of one that it was given.
-LIMITS = {"WRITTEN": 6000, "GIVEN": 1500}
-SIGNS = {"up": "▲", "down": "▼", "flat": "●"}
+# For the template. The numbers: characters of a text that the model wrote, or was given.
+CONSTANTS = {"WRITTEN": 6000, "GIVEN": 1500, "SIGNS": {"up": "▲", "down": "▼", "flat": "●"}}
 
 
 def of_run(run: Path, *, steps: list[int] | None = None, questions: int = 3) -> Path:
@@ -39,15 +38,15 @@ def roles_of(run: Path) -> dict[str, str]:
 
 def write(path: Path, title: str, groups: list[list[dict]], roles: dict[str, str]) -> Path:
     """Writes a page of the first groups of records: at least one, and at most MAX_BYTES of them."""
-    drawn = []
+    parts = []
     size = 0
     for records in groups:
-        part = TEMPLATE.group(records, roles, not drawn)
-        if not drawn or size + len(part.encode()) < MAX_BYTES:
-            drawn.append(part)
+        part = TEMPLATE.group(records, roles, not parts)
+        if not parts or size + len(part.encode()) < MAX_BYTES:
+            parts.append(part)
             size += len(part.encode())
-    left = len(groups) - len(drawn)
-    return write_whole(path, TEMPLATE.page(title, roles, drawn, left).strip().encode())
+    left_out = len(groups) - len(parts)
+    return write_whole(path, TEMPLATE.page(title, roles, parts, left_out).strip().encode())
 
 
 # -------------------------------------------------------------------------- which records
@@ -60,28 +59,27 @@ def choose(run: Path, steps: list[int] | None, questions: int) -> list[list[dict
     """
     files = rollout_files(run)
     known = list(files)
-    if known and not steps:
-        steps = [known[0], known[len(known) // 2], known[-1]]
+    steps = steps or [known[i] for i in (0, len(known) // 2, -1) if known]
 
     def rank(records: list[dict]) -> tuple:
         rewards = {record["reward"] for record in records} - {None}
         return records[0]["split"] != "train", len(rewards) < 2
 
-    chosen = []
-    for step in dict.fromkeys(steps or ()):
+    choices = []
+    for step in dict.fromkeys(steps):
         if step not in files:
             raise UserError(f"{run} recorded no step {step}, but {known}")
         groups: dict[tuple, list[dict]] = {}
         for record in read_lines(files[step]):
             groups.setdefault((record["split"], record["question_id"]), []).append(record)
-        chosen += sorted(groups.values(), key=rank)[:questions]
-    if not chosen:
+        choices += sorted(groups.values(), key=rank)[:questions]
+    if not choices:
         raise UserError(f"{run}/rollouts holds no trajectory: name a run that has trained a step")
-    return chosen
+    return choices
 
 
-def ordered(records: list[dict]) -> tuple[list[dict], list[dict]]:
-    """(the best attempt and the worst, the others); ungraded ones come last."""
+def best_and_worst(records: list[dict]) -> tuple[list[dict], list[dict]]:
+    """([the best attempt, the worst], the others). Ungraded attempts come last."""
     best, *others = sorted(records, key=lambda one: 1 if one["reward"] is None else -one["reward"])
     return [best, *others[-1:]], others[:-1]
 
@@ -90,16 +88,16 @@ def ordered(records: list[dict]) -> tuple[list[dict], list[dict]]:
 
 # Control characters, invisible and direction-changing ones, lone surrogates, unassigned codes.
 UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Zl", "Zp"}
-LEFT_ALONE = "\t\n\u200c\u200d"  # the joiners, which several scripts and emoji need
+ALLOWED = "\t\n\u200c\u200d"  # the last two join characters in several scripts and in emoji
 
 
 def plain(text) -> str:
     """Foreign text made safe for a terminal: hidden and control characters are spelt out."""
-    spelt = []
+    characters = []
     for character in str(text).replace("\r\n", "\n"):
-        hidden = unicodedata.category(character) in UNSEEN and character not in LEFT_ALONE
-        spelt.append(f"⟦U+{ord(character):04X}⟧" if hidden else character)
-    return "".join(spelt)
+        hidden = unicodedata.category(character) in UNSEEN and character not in ALLOWED
+        characters.append(f"⟦U+{ord(character):04X}⟧" if hidden else character)
+    return "".join(characters)
 
 
 def cut(text, limit: int) -> str:
@@ -153,7 +151,7 @@ def blocks(chunk: dict, documents: list[dict]) -> list[tuple[int, float]]:
     """(number, percent of the chunk's capacity) of each document in it."""
     lengths = [documents[i]["tokens"] for i in chunk["documents"]]
     if chunk["truncated"]:
-        lengths = [chunk["tokens"]]  # it is alone, and fills all that was used
+        lengths = [chunk["tokens"]]  # its only document was cut to this length
     return [(i + 1, 100 * n / chunk["capacity"]) for i, n in zip(chunk["documents"], lengths)]
 
 
@@ -167,7 +165,6 @@ ENVIRONMENT = Environment(
     lstrip_blocks=True,
 )
 ENVIRONMENT.filters |= {"cut": cut, "number": lambda n: f"{n:,}"}
-USED = (count, push, mark, parts_of, blocks, ordered)
-ENVIRONMENT.globals |= {function.__name__: function for function in USED}
-ENVIRONMENT.globals |= LIMITS | {"SIGNS": SIGNS}
+FUNCTIONS = (count, push, mark, parts_of, blocks, best_and_worst)
+ENVIRONMENT.globals |= CONSTANTS | {function.__name__: function for function in FUNCTIONS}
 TEMPLATE = ENVIRONMENT.get_template("pages.html").module  # its macros

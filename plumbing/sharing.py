@@ -15,13 +15,13 @@ from tasks.questions import Question
 from tools import Tool
 
 UNIT = 4  # attempts at a question that a rank takes together
-BATCHES = itertools.count()  # numbers a batch; all ranks play the same ones in the same order
+BATCHES = itertools.count()  # a batch's number, on all ranks the same
 
 
 def play_shared(
     run, shares: list[list[tuple[int, Question]]], attempts: int, tools: list[Tool], **options
 ) -> list[Trajectory]:
-    """play_batch of shares[rank] on all ranks together; a rank that is done helps the others.
+    """play_batch of each rank's share, on all ranks together. A rank that is done helps the others.
 
     An attempt's draws do not depend on its rank. Each rank returns its own questions' trajectories.
     """

@@ -93,7 +93,7 @@ ALMANAC = {
     "group": 8,
     "questions": 8,  # four countries, two questions about each
     "balance": "none",  # balancing would keep 64 of 250 notes
-    # With a mean per sample long wrong attempts grew longer in an earlier recipe.
+    # With a mean per sample, long wrong attempts grew longer in an earlier recipe.
     "loss_mean": "token",
     "lr": 2e-5,
     "beta1": 0.5,  # at 0.9 old momentum lasted for ten updates
@@ -134,10 +134,8 @@ def demonstrate(
     content |= {"purpose": fact.wanted} if config.purpose else {}
     call = f"<tool_call>\n{json.dumps(content, ensure_ascii=False)}\n</tool_call>"
     statement = f"{fact.wanted} is {fact.golds[0]}"
-    steps = [
-        f"Wanted: {fact.wanted}.\n{call}",
-        f"Found: {statement}.\n<answer> {fact.golds[0]}</answer>",
-    ]
+    steps = [f"Wanted: {fact.wanted}.\n{call}"]
+    steps.append(f"Found: {statement}.\n<answer> {fact.golds[0]}</answer>")
     idle = []  # for each note: whether its chunk lacks the fact
 
     def system2(context: str) -> str:
@@ -230,7 +228,7 @@ def holds_fact(prompt: str, fact: Fact) -> bool:
 
 @dataclass
 class Note:
-    """A note of System 1, and its quality, whatever came of the attempt."""
+    """A note of System 1 and its quality, which does not depend on the attempt's answer."""
 
     text: str
     fact: Fact
@@ -294,9 +292,9 @@ def credit(config: AlmanacConfig, trajectories: list[Trajectory], step: int) -> 
     pooled    the same, but both roles are one group and one term of the loss
     own       a note has a reward of its own, 1 if it is right, else 0; the notes on one chunk for
               the same question and purpose are a group
-    candid    as `own`, but a chunk counts as holding the fact if any note on it tells the fact.
-              There telling it earns 1, silence -1, both or neither 0; elsewhere silence earns 1.
-              Each of the two kinds of chunk has half of the weight
+    candid    as `own`, but a chunk holds the fact if any note on it tells the fact. A note on such
+              a chunk earns 1 for telling it and -1 for silence; on any other, 1 for silence. Each
+              of the two kinds of chunk has half of the weight
     """
     terms = mars.credit(config, trajectories, step)
     if config.credit == "mars":
@@ -358,7 +356,7 @@ def make_tool(preset: str, page_fields: int) -> Tool:
 
 
 def complete(tools: list[Tool], command: str, given: dict) -> dict:
-    """The given options with the preset, and with the model to start from, which is made here.
+    """The given options, the preset, and the model to start from, which is made if it is missing.
 
     Adds the look-up to `tools`, since its pages depend on the options.
     """
@@ -386,7 +384,7 @@ def complete(tools: list[Tool], command: str, given: dict) -> dict:
     if exists:
         return {name: saved[name] for name in ("preset", "model")} | given
     config = resolve(AlmanacConfig, given, presets=PRESETS)
-    # Whatever is refused should be refused before a warm start of minutes.
+    # A warm start takes minutes, so these lines refuse a bad run before it.
     folders.refuse_run(Path(config.runs), config.name)
     machine = outside.place(config)
     outside.environment(config, machine, training=True, more_tools=tools, questions=questions)

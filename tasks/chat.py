@@ -7,8 +7,8 @@ tokenizer; the toy has its own format. A method brings the wording (`Words`). Th
 inside `arguments`. The method's system prompt describes the tools. The template's own `tools`
 argument is not used, because templates then demand their own call syntax, without a purpose.
 
-Ids are never re-encoded. Comparing two renderings of the template gives the text around a tool
-result, once. After that a context only grows: prompt, sampled ids, observation, sampled ids. A
+Ids are never re-encoded. The text around a tool result is found once, by comparing two renderings
+of the template. After that a context only grows: prompt, sampled ids, observation, sampled ids. A
 template that rewrites earlier turns is refused, except that it may drop or add <think> blocks.
 Thoughts stay in the context of the role that had them and are removed from notes, both by id.
 
@@ -92,7 +92,8 @@ def split_calls(text: str) -> tuple[list[str], list[str]]:
     """
     calls = []
     around = []
-    rest = start = 0  # where the text around the calls continues; where the next search begins
+    rest = 0  # where the text around the calls continues
+    start = 0  # where the next search begins
     while opening := OPEN.search(text, start):
         start = opening.end()
         if text.startswith("{", start):
@@ -147,12 +148,12 @@ END = "[end of the documents]"
 FORGED = re.compile(r"\[(?=\s*(document|end\s+of\s+the\s+documents)\b)", re.IGNORECASE)
 
 
-def unforged(line: str) -> str:
-    """A document's line; a line that imitates DOCUMENT or END gets another bracket.
+def defuse(line: str) -> str:
+    """A document's line. One that imitates DOCUMENT or END gets another bracket.
 
     So no document can pass for two, and none can pretend that the documents have ended.
     """
-    normal = unicodedata.normalize("NFKC", line)  # some tokenizers normalise so
+    normal = unicodedata.normalize("NFKC", line)  # some tokenizers do the same
     return FORGED.sub("(", normal) if FORGED.search(normal) else line
 
 
@@ -177,9 +178,9 @@ def is_mark(token: AddedToken) -> bool:
     return special or bool(re.fullmatch(r"<\|.+\|>", token.content))
 
 
-def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:
+def render(messages: list[dict], tokenizer, prompt: bool) -> str:
     """The chat template's text. With `prompt` it ends where the assistant begins."""
-    try:  # the template is a program that the model's files bring
+    try:  # the template is a program, and it comes with the model
         template = FIXED_DATE + tokenizer.get_chat_template()
         return tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=prompt
@@ -191,7 +192,7 @@ def rendered(messages: list[dict], tokenizer, prompt: bool) -> str:
 class ChatFormat:
     """The format of a chat model. `tokenizer`: a transformers tokenizer with a chat template.
 
-    `ends`: the ids that the model's files declare as ends; those that are marks end a step, too.
+    `ends`: the ids that the model's files declare as ends. Those that are marks also end a step.
     Raises UserError if the template or the tokenizer does not allow a context that only grows.
     """
 
@@ -232,12 +233,12 @@ class ChatFormat:
         self._own.encode_special_tokens = True  # as text
 
     def _find_roles(self) -> None:
-        """Lets the user speak for a role that the template refuses or whose text it changes."""
+        """Finds the roles that the template takes and quotes. The user speaks for the others."""
         content = 'a\n"probe"'  # Llama 3.1's template writes what a tool says as JSON
 
         def keeps(*messages) -> bool:
             try:
-                return content in rendered(list(messages), self.tokenizer, True)
+                return content in render(list(messages), self.tokenizer, True)
             except UserError:
                 return False
 
@@ -291,7 +292,7 @@ class ChatFormat:
 
     def _render(self, messages: list[dict], *marks: str) -> list[str]:
         """The template's text, split at the marks."""
-        text = rendered(messages, self.tokenizer, True)
+        text = render(messages, self.tokenizer, True)
         if any(text.count(mark) != 1 for mark in marks):
             raise UserError(REWRITES)
         return re.split("|".join(marks), text) if marks else [text]
@@ -363,7 +364,7 @@ class ChatFormat:
     def observation(self, notes: list[Sequence[int]], *, final: bool = False) -> list[int]:
         """The ids between a step's stop token and the next step: notes, as a tool result.
 
-        `final` adds the demand to answer now, which is all there is if there are no notes.
+        `final` adds the demand to answer now. Without notes the result is the demand alone.
         """
         blocks = [note for note in notes if note]
         if final:
@@ -384,9 +385,9 @@ class ChatFormat:
     def document(self, document: Document) -> tuple[int, ...]:
         """One document as it is in a chunk: a header, the text, a blank line."""
         url = f"({document.url})" if document.url else ""
-        header = " ".join(f"{DOCUMENT} {unforged(f'{document.title} {url}')}".split())
+        header = " ".join(f"{DOCUMENT} {defuse(f'{document.title} {url}')}".split())
         lines = document.text.strip().splitlines()  # splits at every kind of line break
-        text = "\n".join(map(unforged, lines))
+        text = "\n".join(map(defuse, lines))
         return tuple(self.encode(f"{header}\n{text}\n\n"))
 
     def note(self, tokens: list[int]) -> list[int]:

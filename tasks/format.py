@@ -32,10 +32,6 @@ class Action:
     answer: str | None = None
     error: str | None = None
 
-    def __post_init__(self):
-        if [self.call, self.answer, self.error].count(None) != 2:
-            raise ValueError("an Action is exactly one of: a call, an answer, an error")
-
 
 class Format(Protocol):
     """How roles speak. All data is token ids; only `parse`, records and pages read text."""

@@ -1,9 +1,8 @@
 """When an answer counts as right: exact match.
 
 Exact match compares two texts after the usual normalisation of open-domain QA (SQuAD, FlashRAG):
-lower-case, no ASCII punctuation, no articles, single spaces. That alone would take 3.5 for 35, 9/11
-for 911 and -5 for 5, which a reward must not. So there are five departures; for any other text
-figures compare with everybody's:
+lower-case, no ASCII punctuation, no articles, single spaces. These rules alone would take 3.5 for
+35, 9/11 for 911 and -5 for 5. So there are five departures. They change no other text's score:
 
 - A sign between two digits stays (3.5, 9/11), and so do a sign that begins a number (-5, -$5, .5)
   and the minus of an exponent (1e-5).
@@ -57,8 +56,8 @@ def exact_match(answer: str | None, golds: Sequence[str]) -> bool:
 def grader(name: str) -> Callable[[Question, str], float]:
     """The reward of an answer, 0 or 1: "em" is exact match, "judge" asks the environment's judge.
 
-    The judge's may raise ToolError: then there is no reward, not 0. A question without golden
-    answers, which only an evaluation has, gets 0 without a call.
+    The judge may raise ToolError: then the answer has no reward. A question without golden answers,
+    which only an evaluation has, gets 0 without a call.
     """
     if name == "em":
         return lambda question, answer: float(exact_match(answer, question.golden_answers))

@@ -5,9 +5,9 @@ reasoning, confidence, correct yes|no) in our own words, so its scores do not co
 leaderboard's. As in HLE's scripts, the reply follows a schema (`response_format`).
 
 A policy that is trained against a judge learns to address it. So the prompt puts the answer into a
-fence that no answer can contain, and the verdict is a field of the schema's JSON object. A reply
-without a verdict is requested again and then raises ToolError, as an unreachable judge does: there
-is no reward, and the failure counts. The prompt says that hedging, which a policy learns, is wrong.
+fence that no answer can contain, and the verdict is a field of the schema's JSON object. The prompt
+says that hedging, which a policy learns, is wrong. After several replies without a verdict, or none
+at all, the judge raises ToolError: the answer has no reward, and the failure is counted.
 
 Test: pytest tests/test_judge.py
 """
@@ -58,7 +58,7 @@ FIELDS = {
 SCHEMA = {"type": "object", "properties": FIELDS, "required": list(FIELDS)}
 SCHEMA["additionalProperties"] = False
 VERDICT = {"name": "verdict", "strict": True, "schema": SCHEMA}
-LONGEST_RESPONSE = 8000  # characters of it that the judge sees, so that the call does not fail
+LONGEST_RESPONSE = 8000  # characters that the judge sees: a server may refuse a longer prompt
 
 
 def judge_prompt(question: Question, response: str) -> str:
@@ -99,11 +99,8 @@ def judge_from_environment() -> Callable[[Question, str], bool]:
         headers["Authorization"] = f"Bearer {key_of('MARS_JUDGE_API_KEY')}"
     client = Client(cache=None, timeout=120.0, tries=3)
     # Some servers refuse some of these fields. The prompt also describes the schema in words.
-    options = {
-        "temperature": 0,
-        "max_tokens": 2048,
-        "response_format": {"type": "json_schema", "json_schema": VERDICT},
-    }
+    options = {"temperature": 0, "max_tokens": 2048}
+    options["response_format"] = {"type": "json_schema", "json_schema": VERDICT}
 
     def judge(question: Question, response: str) -> bool:
         messages = [{"role": "user", "content": judge_prompt(question, response)}]

@@ -9,7 +9,7 @@
 
 A file has one JSON object per line, with the names of FlashRAG: a "question", its "golden_answers"
 (a list) or one "answer", and optionally an "id". Only an evaluation takes questions without an
-answer. Rows with a "set" get a line of their own in its table. A benchmark is read in its published
+answer. Its table has a line for each "set" that rows name. A benchmark is read in its published
 form, without the questions that need a picture or a file.
 
 Benchmarks ask that nobody publishes their questions and answers (docs/benchmark_sets.md). A run's
@@ -71,14 +71,12 @@ BENCHMARKS = {
 
 
 def load_questions(spec: str, *, limit: int | None = None, seed: int = 0) -> list[Question]:
-    """The questions of one set, in its order, or of a mix; at most `limit` of them.
+    """The questions of one set, or of a mix; at most `limit`, drawn without replacement.
 
-    From one set, `limit` questions are drawn without replacement and stay in the set's order.
-
-    A mix is "set:weight,set:weight,...". Each set contributes its share of the total, drawn without
-    replacement, and then all are shuffled. The total is as large as the sets allow, and at most
-    `limit`. A missing weight is 1. If no set has a weight, all sets are joined, and a limit draws
-    from all of them. In a mix an id is "set/id".
+    One set keeps its order. A mix is "set:weight,set:weight,...": each set contributes its share of
+    the total, and all are shuffled. The total is as large as the sets and `limit` allow. A missing
+    weight is 1. Without any weight the sets are joined, and a limit draws from all of them. In a
+    mix an id is "set/id".
 
     All draws depend only on `seed`. A smaller limit draws other questions, not a part of the same.
     """

@@ -90,7 +90,7 @@ def test_the_jobs_of_the_almanac_wait_for_files_that_other_jobs_write(tmp_path, 
 
 
 def outcomes_of(capfd, folder, seconds: float, jobs: list) -> set[str]:
-    gpu.run_almanac(folder, seconds, jobs)
+    gpu.run_jobs(folder, seconds, jobs)
     return {line.partition(",")[0] for line in capfd.readouterr().out.splitlines()}
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 import mars
 from config import UserError
-from tasks.chat import ChatFormat, read_action, rendered
+from tasks.chat import ChatFormat, read_action, render
 from tasks.format import Action, Call
 from tools import Document
 
@@ -110,7 +110,7 @@ def test_the_context_is_what_the_template_renders(kind, question, steps):
         messages += format._round(
             format.text(step), format.text(note) + ("\n\n" + mars.FINAL) * final
         )
-    assert format.text(context) == rendered(messages, format.tokenizer, True)
+    assert format.text(context) == render(messages, format.tokenizer, True)
     for place, step in sampled_at:
         assert context[place : place + len(step)] == step
 
@@ -128,7 +128,7 @@ def test_spliced_ids_are_those_of_the_whole_rendered_text():
         + format.observation([format.encode(note)])
     )
     messages = ask(format, "Who is it?") + format._round(step, note)
-    assert context == as_ids(format, rendered(messages, format.tokenizer, True))
+    assert context == as_ids(format, render(messages, format.tokenizer, True))
 
 
 @pytest.mark.parametrize("why", HOSTILE)

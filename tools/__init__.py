@@ -14,7 +14,7 @@ from config import UserError, discard_output
 
 
 class ToolError(Exception):
-    """The outside world failed (network, quota, sandbox). System 2 sees it, the run counts it."""
+    """The outside world failed (network, quota, sandbox). System 2 sees it; the run counts it."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def words(text: str) -> list[str]:
 
 
 def in_memory(documents: list[Document], k: int) -> Search:
-    """A search that returns the k best documents by (-score, id), or all that share a word."""
+    """A search for at most k documents that share a word with the query, by (-score, id)."""
     documents = sorted(documents, key=lambda document: document.id)
     index = _index(documents)
     return functools.partial(_search, index, documents.__getitem__, min(k, len(documents)))
@@ -79,7 +79,7 @@ def _index(documents: list[Document]):
     import bm25s  # here, so that a run without search does not need it
 
     index = bm25s.BM25()
-    # What `index.index` does, without its debug line, which a program's logging would print.
+    # `index.index` does the same, but its debug line would appear in a program's logging.
     ids = list(vocabulary.values())
     index.scores = index.build_index_from_ids(ids, tokens, show_progress=False)
     index.vocab_dict = vocabulary
@@ -141,12 +141,12 @@ def _load(folder: Path, k: int) -> Search:
 
 
 def _fingerprint(path: Path) -> str:
-    """A hash of the index's inputs: the files' names, sizes and times, and the readers at hand."""
+    """A hash of what makes the index: the files' names, sizes, times; the installed libraries."""
     states = []
     for file in files_below(path) if os.path.isdir(path) else [path]:
-        with contextlib.suppress(OSError):  # the file is gone, or its folder cannot be opened
+        with contextlib.suppress(OSError):  # the file has gone, or its folder cannot be opened
             state = file.stat()
             states.append((str(file), state.st_size, state.st_mtime_ns, state.st_ctime_ns))
-    readers = [reader.missing(kind) for kind in reader.LIBRARIES]
-    shape = repr((LAYOUT, version("bm25s"), readers, states))
-    return hashlib.sha256(shape.encode("utf-8", "surrogateescape")).hexdigest()
+    missing = [reader.missing(kind) for kind in reader.LIBRARIES]
+    inputs = repr((LAYOUT, version("bm25s"), missing, states))
+    return hashlib.sha256(inputs.encode("utf-8", "surrogateescape")).hexdigest()

@@ -34,7 +34,7 @@ LONGEST_TITLE = 300
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 UNSPACED += "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
 WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
-# A heading follows #, or a line of marks follows it. Code blocks match first: their # is a comment.
+# A heading begins with # or is underlined. Code blocks match first: their # begins a comment.
 HEADING = re.compile(
     r"^[ \t]*(?P<fence>```|~~~).*?(?:^[ \t]*(?P=fence)|\Z)"
     r"|^#{1,7}[ \t]+(?P<marked>[^\n]+)"
@@ -84,8 +84,8 @@ def read_documents(path: Path) -> list[Document]:
         except OSError as error:
             raise UserError(f"{name} cannot be read ({error.strerror})") from None
     for reason, files in faults.items():
-        some = ", ".join([one_line(file, 60) for file in files[:3]] + ["…"] * (len(files) > 3))
-        print(f"{name}: skipped {len(files)} ({some}): {reason}", file=sys.stderr, flush=True)
+        names = ", ".join([one_line(file, 60) for file in files[:3]] + ["…"] * (len(files) > 3))
+        print(f"{name}: skipped {len(files)} ({names}): {reason}", file=sys.stderr, flush=True)
     if not documents:
         raise UserError(f"{name} holds no document: give {WHAT_IS_READ}")
     return documents
@@ -105,7 +105,7 @@ def _read_files(files: list[Path], folder: Path, faults: dict[str, list[str]]) -
     """One document per file. Its url is the path below `folder`."""
     documents = []
     read = functools.partial(_read_file, home=folder.resolve())
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # child processes read all but text
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # most wait for a child process
         for file, text in zip(files, threads.map(read, files), strict=True):
             name = file.relative_to(folder).as_posix()
             if isinstance(text, NotText):

@@ -124,8 +124,8 @@ def landlock(readable: list[str]) -> None:
         rights = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = struct.pack("=Qi", rights, fd)
-        added = libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_PATH_BENEATH, rule, 0)
-        check(added, f"no Landlock rule for {path}")
+        result = libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_PATH_BENEATH, rule, 0)
+        check(result, f"no Landlock rule for {path}")
         os.close(fd)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no PR_SET_NO_NEW_PRIVS")
     check(libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0), "Landlock could not be switched on")
@@ -171,8 +171,7 @@ def die_with(parent: int) -> None:
     A change of user resets this, so it is called after drop_privileges.
     """
     check(libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0), "no PR_SET_PDEATHSIG")
-    # The parent may have died before the line above.
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it may have died before the line above
         sys.exit("the parent has gone")
 
 
@@ -192,8 +191,7 @@ def seccomp() -> None:
 
     def add_rule(action, name, *comparisons):
         number = library.seccomp_syscall_resolve_name(name.encode())
-        # This libseccomp does not know the call, so it stays denied.
-        if number == UNKNOWN_CALL:
+        if number == UNKNOWN_CALL:  # this libseccomp lacks the call, so it stays denied
             return
         packed = b"".join(comparisons)
         error = library.seccomp_rule_add_array(context, action, number, len(comparisons), packed)
@@ -208,8 +206,7 @@ def seccomp() -> None:
     add_rule(ALLOW, "clone", comparison(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
     # seccomp cannot read the flags of clone3, which are in memory. glibc falls back to clone.
     add_rule(ENOSYS, "clone3")
-    own_process = 0
-    add_rule(ALLOW, "prlimit64", comparison(0, EQUAL, own_process))
+    add_rule(ALLOW, "prlimit64", comparison(0, EQUAL, 0))  # of this process only
     for request in HARMLESS_IOCTLS:
         add_rule(ALLOW, "ioctl", comparison(1, EQUAL, request))
     # F_SETFL could end the output's append-only mode, and F_SETOWN sends signals: both are denied.
@@ -276,8 +273,7 @@ def execute(code: str) -> None:
             traceback.print_exception(*details)
             # Finalizers such as asyncio's would print a misleading last line.
             sys.stderr = None
-        except BaseException:
-            # The program broke the import system.
+        except BaseException:  # the program broke the import system
             sys.__excepthook__(*details)
         sys.exit(1)
 

@@ -44,7 +44,7 @@ ENVIRONMENT = {
     "MPLBACKEND": "Agg",
     # matplotlib needs a folder whose mode is writable. The jail still forbids writing to it.
     "MPLCONFIGDIR": "/tmp",
-    # No limit of digits: the time limit bounds the work of printing a number.
+    # Python may print a number of any length: the time limit bounds the work.
     "PYTHONINTMAXSTRDIGITS": "0",
     # With a heap of 64 MiB of address space for each thread, 14 threads filled 1 GiB.
     "MALLOC_ARENA_MAX": "1",
@@ -203,8 +203,7 @@ def _excess(pid: int, memory: int) -> str:
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        # The child has just ended.
+    except OSError:  # the child has just ended
         return ""
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     page_tables = int(fields.get("VmPTE", "0 kB").split()[0]) << 10
@@ -239,8 +238,7 @@ def _read(raw: bytes, ending: str) -> str:
     lines = [output[:OUTPUT].decode("utf-8", "replace").rstrip("\n")]
     if len(output) >= OUTPUT:
         lines.append(f"output cut after {OUTPUT} bytes")
-    lines.append(ending)
-    return "\n".join(line for line in lines if line)
+    return "\n".join(filter(None, [*lines, ending]))
 
 
 # The command --------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """Reads the text of a file. All but plain text is untrusted, so a child process parses it.
 
-A file of a few kilobytes in any such format can keep a parser busy for hours or fill the memory. So
-this file runs as a child that limits its own processor time, memory and output. The child imports
-nothing of the project.
+A file of a few kilobytes can keep a parser busy for hours or fill the memory. So this file runs as
+a child that limits its own processor time, memory and output. It imports nothing of the project.
 
 lxml parses HTML, webencodings maps encoding names as browsers do, pypdf parses PDF, and markitdown
 Word files and slides. All are optional: pip install -r requirements-documents.txt
@@ -111,11 +110,9 @@ BLOCKS = set(
 CELLS = ("td", "th")
 IN_CELL = "in-cell"  # a tag of our own for a block in a table cell that becomes one line
 SMALL_CELL = 30  # a cell becomes one line if it has fewer elements than this and no table
-UNSEEN = (
-    "audio base canvas datalist embed iframe link meta noembed object script style svg template "
-    "video".split()
-)
-# Elements that a browser does not show, and KaTeX's second copy of each formula.
+UNSEEN = "audio base canvas datalist embed iframe link meta noembed object".split()
+UNSEEN += "script style svg template video".split()
+# An XPath of elements that a browser does not show, and of KaTeX's second copy of each formula.
 HIDDEN = """//*[not(self::html or self::body)][@hidden or @class="katex-html" or
     re:test(@style, "display\\s*:\\s*none|visibility\\s*:\\s*(hidden|collapse)", "i")]"""
 REGEX = {"re": "http://exslt.org/regular-expressions"}

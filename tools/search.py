@@ -56,14 +56,12 @@ def make(
     Raises UserError at once if a setting is missing or wrong.
 
     docs: the local backend's files, split into passages of `passage_words` words (0: no split).
-    cache: the folder for the index or for answers; with None a service's answers are not cached.
-    A retriever's are kept in memory instead, since its index may be another one in the next run.
+    cache: the folder for the index, or for a service's answers; with None answers are not cached.
+    A retriever's answers are kept in memory only: its index may have changed by the next run.
     block: hosts whose results are dropped, subdomains included, such as those that publish a
     benchmark's answers. A result without a host is dropped as well.
     client_options: see web.Client.
     """
-    if k < 1:
-        raise UserError(f"k is {k}: ask for at least 1 document")
     block = blocked_hosts(block)
     if backend == "local":
         if docs is None:
@@ -89,11 +87,11 @@ def make(
             body = {"queries": [query], "topk": k, "return_scores": True}
             read = retriever_documents
         results = client.call(url, read, body=body, headers=headers)[:k]
-        results = unblocked(results, block) if block else results
+        results = drop_blocked(results, block) if block else results
         return with_pages(results, read_page) if read_page else results
 
     if backend == "retriever" and cache is not None:
-        return functools.lru_cache(10_000)(search)  # about 100 MB of ten passages each
+        return functools.lru_cache(10_000)(search)  # 100 MB if an answer has ten passages
     return search
 
 
@@ -144,11 +142,13 @@ def retriever_documents(raw: bytes) -> list[Document]:
     documents = []
     try:
         (rows,) = answer["result"]
-        for rank, row in enumerate((row["document"] for row in rows), 1):
-            row = row if isinstance(row, dict) else {"contents": row}
-            title, url = (str(row.get(field) or "") for field in ("title", "url"))
-            id = str(row.get("id", f"result-{rank}"))
-            documents.append(from_contents(id, title, url, row["contents"]))
+        for rank, row in enumerate(rows, 1):
+            document = row["document"]
+            if not isinstance(document, dict):
+                document = {"contents": document}
+            title, url = (str(document.get(field) or "") for field in ("title", "url"))
+            id = str(document.get("id", f"result-{rank}"))
+            documents.append(from_contents(id, title, url, document["contents"]))
     except (LookupError, TypeError, ValueError, AttributeError):
         raise ToolError("this is not the answer of a Search-R1 retriever") from None
     return documents
@@ -171,7 +171,7 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-def unblocked(documents: list[Document], block: tuple[str, ...]) -> list[Document]:
+def drop_blocked(documents: list[Document], block: tuple[str, ...]) -> list[Document]:
     """The documents whose host is known and not blocked. ToolError if no host is known."""
     hosts = [host_of(document.url) or host_of(document.id) for document in documents]
     if documents and not any(hosts):
@@ -214,7 +214,6 @@ def plain_host(host: str) -> str:
 def with_pages(results: list[Document], read: Callable[[str], str]) -> list[Document]:
     """The results with their pages' texts, each page once. ToolError if no page could be read."""
     results = list({(one.url or one.id).partition("#")[0]: one for one in results}.values())
-
     errors = []
 
     def read_page(document: Document) -> Document:

@@ -3,7 +3,7 @@
 A call returns an answer or raises ToolError, whatever the server sent. A temporary failure
 (time-out, cut connection, 408, 429, 5xx, malformed answer) is tried again after a growing, jittered
 pause, which lasts at least as long as Retry-After asks. A 429 means that the server is busy: it
-does not count as a try, but its pause counts towards the client's patience. Other 4xx are final.
+does not count as a try, but its pause counts towards PATIENCE. Other 4xx are final.
 
 Good answers are cached on disk under sha256(url, body), without any key. Equal requests at the same
 time (a group's first searches) share one request and its outcome.
@@ -76,16 +76,16 @@ class Meter:
         self.lock = threading.Lock()
         self.sent = Counter()  # site -> calls, each try included, without those that 429 refused
         self.left = math.inf  # calls before the run stops
-        self.told: dict[str, float] = {}  # site -> when a line last told of its refusals
-        self.failure = ""  # why the last call failed that was given up
+        self.last_warning: dict[str, float] = {}  # site -> when a line was printed about it
+        self.failure = ""  # the message of the last call that failed
 
     def begin(self, limit: int, ranks: int) -> None:
-        """Forgets what was counted. From now on a rank may send its part of `limit`; 0: any."""
+        """Resets the counts. Each rank may then send its share of `limit` calls; 0: no limit."""
         self.sent.clear()
         self.left = limit // ranks if limit else math.inf
 
     def count(self, site: str) -> None:
-        """Counts a call that is about to be sent. UserError if none is left."""
+        """Counts a call that is about to be sent. UserError if the limit is reached."""
         with self.lock:
             if self.left < 1:
                 raise UserError(
@@ -97,13 +97,13 @@ class Meter:
             self.sent[site] += 1
 
     def refuse(self, site: str, seconds: float) -> None:
-        """Takes back a call that 429 refused; once a minute tells of one that waits for minutes."""
+        """Takes a call refused by 429 out of the count; warns of long waits, once a minute."""
         with self.lock:
             self.left += 1
             self.sent[site] -= 1
             now = time.monotonic()
-            if seconds > 60 and now - self.told.get(site, -math.inf) >= 60:
-                self.told[site] = now
+            if seconds > 60 and now - self.last_warning.get(site, -math.inf) >= 60:
+                self.last_warning[site] = now
                 problem = f"{site} has answered 429 (too many requests) for {seconds:.0f} s"
                 print(f"{problem} to a call that still waits", file=sys.stderr, flush=True)
 
@@ -146,7 +146,7 @@ class Client:
         body: dict | None = None,
         quote: bool = True,
     ) -> Any:
-        """Returns `read` of the answer to a GET, or to a POST of `body` as JSON. Or ToolError.
+        """Sends a GET, or a POST of `body` as JSON. Returns read(answer) or raises ToolError.
 
         read(raw) raises an exception if the answer, new or cached, is malformed.
         quote: whether a ToolError may quote the answer. It may not if the answer holds a web page.
@@ -208,7 +208,7 @@ class Client:
             except Exception as error:
                 # Parsers raise many kinds of exceptions, which all mean that there is no answer.
                 why = f"{type(error).__name__}: {error}" if quote else type(error).__name__
-            for secret in headers.values():  # hidden before the text is cut, or a part would stay
+            for secret in headers.values():  # before the text is cut, which may leave half a key
                 # JSON may put backslashes before any character of the key.
                 key = r"\\*".join(map(re.escape, secret.removeprefix("Bearer ")))
                 why = re.sub(key, "***", why, flags=re.IGNORECASE)
