@@ -56,8 +56,11 @@ def open_folder(run: Run) -> int:
 
     on_first_rank(fill)
     if run.config.resample:  # The stream of questions goes on after the further questions.
-        lines = read_lines(run.folder / "metrics.jsonl")
-        run.resampled = sum(line["resampled"] for line in lines if line["step"] < first)
+        path = run.folder / "metrics.jsonl"
+        lines = [line for line in read_lines(path) if line["step"] < first]
+        if len(lines) < first:  # else it would ask again what it has trained on
+            raise UserError(f"{path} lacks steps of this run: put them back, or start anew")
+        run.resampled = sum(line["resampled"] for line in lines)
     # frozen/ comes after config.json: with frozen/ alone no run could go on or begin here.
     if run.config.needs_start():
         trainer.keep_frozen(run.folder, run.start, run.tokenizer)

@@ -243,6 +243,9 @@ def test_a_resumed_run_asks_on_where_its_stream_was(base, tmp_path):
     folders.append_lines(folder / "metrics.jsonl", [{"step": 3}])  # of a step whose tools failed
     gc.collect()
     assert run(*options, "--resume", grade=half) == 2, "no traceback"
+    (folder / "metrics.jsonl").write_text("")
+    gc.collect()
+    assert run(*options, "--steps", 4, "--resume", grade=half) == 2, "asks nothing again"
 
 
 def too_large(*given, **options):
