@@ -182,11 +182,13 @@ def check(function, case):
 # --- the real thing passes ------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("products_by")
 @pytest.mark.parametrize("name", CASES)
 def test_linear_loss(name, form, small_chunks):
     check(kernels.linear_grpo_loss, make_case(**CASES[name]))
 
 
+@pytest.mark.usefixtures("products_by")
 def test_linear_logprob(form, small_chunks):
     case = make_case(masked=0)
     inputs = case["hidden"], case["weight"], case["target"]
@@ -297,6 +299,7 @@ def test_misuse_is_refused(change, form):
         kernels.linear_grpo_loss(**case)
 
 
+@pytest.mark.usefixtures("products_by")
 def test_any_layout_of_hidden_and_target(form, small_chunks):
     case = make_case(masked=0)
     apart = torch.stack((case["target"], torch.zeros_like(case["target"])), 1)[:, 0]

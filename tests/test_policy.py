@@ -93,6 +93,7 @@ def test_ddp_and_fsdp_over_nccl_are_a_plain_step(fsdp, tmp_path):
         dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("products_by")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_dropout_of_a_models_config_is_off(recompute):
     """With dropout the loss would be of another distribution than the one that was sampled."""
