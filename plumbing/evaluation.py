@@ -218,7 +218,8 @@ def report(run: Run) -> None:
         rows.append(row(run, "without answers", unknown))
     print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
     for line in rows:
-        logbook.check_failure_rate(line, f"set {line['set']}")
+        cure = "evaluate under another --name"  # --resume would keep the failed attempts
+        logbook.check_failure_rate(line, f"set {line['set']}", cure)
 
 
 def row(run: Run, name: str, attempts: list[dict]) -> dict:

@@ -238,7 +238,7 @@ def print_line(run: Run, line: str) -> None:
 # ------------------------------------------------------------------------- what ends a run at once
 
 
-def check_failure_rate(metrics: dict, what: str) -> None:
+def check_failure_rate(metrics: dict, what: str, cure: str = "--resume") -> None:
     """UserError if a share of failures in `metrics`, those of `what`, is above MOST_FAILED."""
     kinds = {
         "tool_error_share": "tool calls",
@@ -246,12 +246,12 @@ def check_failure_rate(metrics: dict, what: str) -> None:
         "judge_failure_share": "judgements",
         "lost_share": "trajectories",
     }
-    last = web.METER.failure and f", and a service's last failure was: {web.METER.failure}"
     for name, kind in kinds.items():
         share = metrics[name]
         if share > MOST_FAILED:
             raise UserError(
-                f"{share:.0%} of the {kind} of {what} failed; rollouts/ has the reasons{last}"
+                f"{share:.0%} of the {kind} of {what} failed (rollouts/ has the reasons"
+                f"{web.METER.last_failure()}): mend that, then {cure}"
             )
 
 

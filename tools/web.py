@@ -89,12 +89,16 @@ class Meter:
         with self.lock:
             if self.left < 1:
                 raise UserError(
-                    f"--max_calls is reached, {self.sent.total()} calls into this step or "
-                    "evaluation, which is not finished: what was done before is on disk, and the "
-                    "same command with --resume may make as many calls again"
+                    "--max_calls is reached: this step or evaluation is not finished (calls sent: "
+                    f"{self.sent.total()}{self.last_failure()}), what was done before is on disk, "
+                    "and the same command with --resume may make as many calls again"
                 )
             self.left -= 1
             self.sent[site] += 1
+
+    def last_failure(self) -> str:
+        """What a sentence adds about the last call that failed; empty if none did."""
+        return self.failure and f"; a service's last failure was: {self.failure}"
 
     def refuse(self, site: str, seconds: float) -> None:
         """Takes a call refused by 429 out of the count; warns of long waits, once a minute."""
