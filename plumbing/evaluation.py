@@ -17,7 +17,7 @@ attempt, pass@K the share of questions that some attempt has right. With --resum
 was stopped, for example by --max_calls, goes on; if there is none yet, it begins.
 
 `ask` without a question answers one line of standard input after another, typed or from a pipe,
-each on its own: a follow-up must name what it is about.
+each on its own: a follow-up must name what it is about. With `--data` it is `eval`.
 
 Tests: pytest tests/test_mars.py tests/test_frozen.py
 """
@@ -43,7 +43,7 @@ from tasks.questions import Question
 from tools import web
 
 # Options that ask does not read, beside those that only training reads.
-NOT_FOR_ASK = {"name", "runs", "resume", "data", "grader", "eval_questions", "group", "max_calls"}
+NOT_FOR_ASK = {"name", "runs", "resume", "grader", "eval_questions", "group", "max_calls"}
 BATCH = 512  # attempts that a rank plays together and then writes; a kill loses at most these
 
 
@@ -51,7 +51,9 @@ def main(
     method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
 ) -> None:
     """`eval CKPT [options]` or `ask CKPT ["question"] [options]`, for train.main."""
-    asking = arguments[0] == "ask"
+    batch = any(argument.partition("=")[0] == "--data" for argument in arguments)
+    command = "ask" if arguments[0] == "ask" and not batch else "eval"
+    asking = command == "ask"
     if asking and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("ask runs in one process: start it without torchrun")
     ignored = fields_with(method.config, TRAIN) | (NOT_FOR_ASK if asking else set())
@@ -61,8 +63,8 @@ def main(
         command_line.add_argument("question", nargs="?")
     options = parse(command_line, arguments[1:])
     for name in sorted(ignored.intersection(options)):
-        raise UserError(f"{arguments[0]} does not read --{name}; leave it out")
-    options = complete(arguments[0], options)
+        raise UserError(f"{command} does not read --{name}; leave it out")
+    options = complete(command, options)
     resume = options.pop("resume", False)
     config = settings(method, options, asking)
     if config.frozen():  # else every role is played by the checkpoint

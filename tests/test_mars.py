@@ -508,7 +508,7 @@ def test_questions_without_an_answer_are_answered_and_have_no_accuracy(
         "\n".join(map(json.dumps, [lines[0], lines[1] | {"answer": "chess"}, lines[2]]))
     )
     line = ["eval", base, *own, "--data", "open.jsonl"]
-    assert run(*line, "--name", "some") == 0
+    assert run("ask", *line[1:], "--name", "some") == 0, "ask with a file is eval"
     (row,) = json.loads(Path("runs/some/table.json").read_text())
     assert row["questions"] == 1 and row["judge_failures"] == 0
     said = [json.loads(line) for line in Path("runs/some/answers.jsonl").open()]
