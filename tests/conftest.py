@@ -21,6 +21,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 settings.register_profile("mars", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mars")
 
+from helpers import launch  # noqa: E402
+
 # Fixtures: a loopback server, and pauses that are noted instead of slept.
 from loopback import server, waits  # noqa: E402, F401
 
@@ -29,6 +31,7 @@ LONGEST = [f"test_{name}.py" for name in ("compiled_layers", "mars", "python_too
 
 
 def pytest_configure(config):
+    launch.choose_route()
     config.option.loadscopereorder = False  # pytest-xdist would begin the files with most tests
 
 

@@ -22,6 +22,13 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "test_mars"])
 
 
+def choose_route() -> None:
+    """Forces the route of kernels/products.py that TEST_BY_ONEDNN names, True or False."""
+    if "TEST_BY_ONEDNN" in os.environ:  # set by conftest.products_by, or by .ci/run
+        by_onednn = os.environ["TEST_BY_ONEDNN"] == "True"
+        products.onednn_is_faster = lambda: by_onednn
+
+
 def start(script, *arguments, log, world: int = 1) -> list[multiprocessing.Process]:
     """Starts the ranks, whose output goes into the file `log`."""
     with socket.socket() as s:
@@ -50,9 +57,7 @@ def start(script, *arguments, log, world: int = 1) -> list[multiprocessing.Proce
 def run(environment: dict, rank: int, log: str, script: Path | str | Callable, arguments) -> None:
     """What a process does: a script joins the group itself, a function is called within it."""
     os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    if "TEST_BY_ONEDNN" in os.environ:  # as in conftest.products_by
-        by_onednn = os.environ["TEST_BY_ONEDNN"] == "True"
-        products.onednn_is_faster = lambda: by_onednn
+    choose_route()
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
