@@ -126,7 +126,7 @@ def test_a_call_beyond_the_cap_is_not_sent(server, tmp_path, waits, monkeypatch)
     server.replies = [says("", 500), GOOD]
     find = serper(tmp_path)
     assert len(find("ada")) == len(find("ada")) == 1
-    with pytest.raises(UserError, match="--max_calls is reached, 2 calls.*--resume"):
+    with pytest.raises(UserError, match="--max_calls is reached.*calls sent: 2.*--resume"):
         find("bob")
     assert len(server.requests) == 2
 
