@@ -1,4 +1,4 @@
-"""The benches that a CPU runs: tables of arms, peers in their own processes, forms that agree."""
+"""The benches that a CPU runs: tables of arms, forms that agree."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 import mars
-from bench import arms, common, cost, peers, toy, train_step
+from bench import arms, common, cost, toy, train_step
 from bench import kernels as loss
 from bench import sampler as bench
 from config import parse, parser, resolve
@@ -124,39 +124,7 @@ def test_toy_runs_are_tabulated_by_arithmetic_and_summarised(tmp_path, monkeypat
     assert accuracy == "eval_accuracy: 0.5 to 1, median 0.75"
 
 
-# ---------------------------------------------------------------- the sampler and its peers
-
-
-ENGINE = """
-import types
-class LLM:
-    def __init__(self, model, **options): print("a banner", model)
-    def reset_prefix_cache(self): return True
-    def generate(self, inputs, options, use_tqdm):
-        answer = types.SimpleNamespace(token_ids=[7] * options.max_tokens)
-        return [types.SimpleNamespace(outputs=[answer] * options.n) for _ in inputs]
-SamplingParams, __version__ = types.SimpleNamespace, "0.1"
-"""
-
-
-def test_a_peer_has_the_same_work_in_a_process_of_its_own(tmp_path, monkeypatch):
-    (tmp_path / "vllm.py").write_text(ENGINE)  # stands for vLLM, which needs another torch
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made = common.Bench(tiny=True)
-    work = {"folder": "none", "precision": "float32", "prompts": [[1, 2], [3]], "copies": 2}
-    bench.compete(made, bench.random_model(bench.TINY), [], work)
-    ours, openvino, vllm = made.rows
-    assert ours["tokens/s, median"] > 0 and vllm["× MARS"] > 0 and vllm["version"] == "0.1"
-    assert "No module named" in openvino["failed"]
-    work = {"rounds": 1, "new": 3, **work}
-    assert peers.first("vLLM", [sys.executable], **work)["tokens"] == 2 * 2 * 3
-    with pytest.raises(RuntimeError, match="precision"):  # a peer that fails says why
-        peers.first("vLLM", [sys.executable], 1, folder="none")
-    killed = tmp_path / "python"
-    killed.write_text("#!/bin/sh\necho 'a warning' >&2; kill -FPE $$\n")
-    killed.chmod(0o755)
-    with pytest.raises(RuntimeError, match="killed by SIGFPE"):
-        peers.first("vLLM", [str(killed)], 1)
+# ---------------------------------------------------------------- what a GPU measures, in small
 
 
 def test_weights_and_pages_are_counted():
