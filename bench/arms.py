@@ -20,24 +20,26 @@ RECORDS/NAME.json keeps which questions were right, counts by cell (whether RL h
 and the attribute; how good the notes are) and the costs of a step. Beside RECORDS, table.json
 compares each arm, question by question, with its start and with MARS (McNemar's exact test, which
 ignores how seeds differ), and arms.png shows the sampled answers. An arm takes some four minutes on
-an H100 and 3 GB on disk.
+an H100, and 3 GB on disk.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from PIL import Image
 
 from atomic import made_once
 from bench.common import RESULTS, ROOT, provenance, publish, read_metrics
@@ -113,13 +115,12 @@ ARMS = {
 # These arms have contexts of another form, so each has a warm start of its own.
 OTHER_READING = ("none", "one-agent", "passages", "no-purpose", "no-packing")
 DECODING = ("sampled", "greedy")
-CHECK_SCORES = ("eval_verifier_accuracy", "eval_recall", "eval_false_alarm_share")
 # The scores of an evaluation.
-SCORES = {
-    "mars": ("eval_accuracy", "eval_greedy"),
-    "matpo": ("eval_accuracy", "eval_greedy"),
-    "marsrl": ("eval_system", "eval_solver", *CHECK_SCORES),
-}
+SCORES = dict.fromkeys(("mars", "matpo"), ["eval_accuracy", "eval_greedy"])
+SCORES["marsrl"] = [
+    f"eval_{score}"
+    for score in ("system", "solver", "verifier_accuracy", "recall", "false_alarm_share")
+]
 # column of the table -> metric of a step
 COSTS = {"read tokens an attempt": "tokens_read", "trained tokens": "trained_tokens"}
 
@@ -238,7 +239,9 @@ def summarise(options: argparse.Namespace) -> list[dict]:
         if not suffixes:
             continue
         records = [all_records[name + suffix] for suffix in suffixes]
+        marks = "".join(record["right"] for record in records)
         row = {"arm": name, "decoding": decoding, "seeds": len(records)}
+        row |= {"right": marks.count("1"), "asked": len(marks)}
         for cell in dict.fromkeys(cell for record in records for cell in record["cells"]):
             counts = [record["cells"].get(cell, (0, 0)) for record in records]
             right, asked = map(sum, zip(*counts))
@@ -252,29 +255,36 @@ def summarise(options: argparse.Namespace) -> list[dict]:
     return rows
 
 
+@contextlib.contextmanager
+def percent_axes(path: Path, axis: str) -> Iterator[Axes]:
+    """Axes whose `axis`, "x" or "y", is in percent. They are drawn into the file `path`."""
+    with matplotlib.rc_context(curves.LOOK | {"axes.grid.axis": axis, "axes.axisbelow": True}):
+        figure = Figure(figsize=(6, 3.4), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        yield axes
+        getattr(axes, f"{axis}axis").set_major_formatter(PercentFormatter(1, decimals=0))
+        figure.savefig(path)
+
+
 def draw(options: argparse.Namespace, path: Path) -> None:
     """Draws right answers, sampled: each arm's mean (bar), each seed (dot), its start (ring)."""
     shares = {}
     for record in options.records.glob("*-sampled.json"):
-        right, asked = folders.read_json(record)["cells"]["all"]
-        shares[record.stem] = right / asked
-    with matplotlib.rc_context(curves.LOOK | {"axes.grid.axis": "x", "axes.axisbelow": True}):
-        figure = Figure(figsize=(6, 3.4), dpi=150, layout="constrained")
-        axes = figure.subplots()
+        marks = folders.read_json(record)["right"]
+        shares[record.stem.removesuffix("-sampled")] = marks.count("1") / len(marks)
+    with percent_axes(path, "x") as axes:
         axes.set_title("Right answers: mean (bar), each seed (dot), its start (ring)")
         for arm in ARMS["almanac"]:
-            seeds = [seed for seed in options.seeds if f"{arm}-{seed}-sampled" in shares]
+            seeds = [seed for seed in options.seeds if f"{arm}-{seed}" in shares]
             if seeds:
-                colours = [curves.COLOURS[seed % len(curves.COLOURS)] for seed in seeds]
-                ends = [shares[f"{arm}-{seed}-sampled"] for seed in seeds]
-                starts = [shares.get(f"{start_of(arm)}-{seed}-sampled") for seed in seeds]
-                axes.barh(arm, mean(ends), color="#dddddd")
-                axes.scatter(ends, [arm] * len(seeds), 20, colours)
-                axes.scatter(starts, [arm] * len(seeds), 20, "none", edgecolors=colours)
+                axes.barh(arm, mean(shares[f"{arm}-{seed}"] for seed in seeds), color="#dddddd")
+            for seed in seeds:
+                colour = curves.COLOURS[seed % len(curves.COLOURS)]
+                axes.scatter(shares[f"{arm}-{seed}"], arm, 20, colour)
+                start = f"{start_of(arm)}-{seed}"
+                if start in shares:
+                    axes.scatter(shares[start], arm, 20, "none", edgecolors=colour)
         axes.invert_yaxis()
-        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        figure.savefig(path)
-    Image.open(path).convert("RGB").quantize().save(path)  # fewer than half of the bytes
 
 
 def compare(records: list[dict], others: list[dict | None], name: str) -> dict:
@@ -291,19 +301,14 @@ def compare(records: list[dict], others: list[dict | None], name: str) -> dict:
 
 def cells(folder: Path) -> dict[str, list[int]]:
     """The counts of an evaluation, each as [right, all]: of its answers by cell, of its notes."""
-    right, total = Counter(), Counter()
+    counts = defaultdict(list)  # name -> whether each answer or note counts as right
     world = almanac_world.make_world()
     held_out = {question.id: question for question in almanac_world.held_out(world)}
-
-    def count(name: str, is_right: bool) -> None:
-        right[name] += is_right
-        total[name] += 1
-
     for record in trajectories(folder):
         question = held_out[record["question_id"]]
         fact = question.fact
         for name in (question.source, "all"):
-            count(name, record["reward"] == 1)
+            counts[name].append(record["reward"] == 1)
         for turn in record["turns"]:
             statements = set()
             for chunk in turn["chunks"]:
@@ -312,12 +317,12 @@ def cells(folder: Path) -> dict[str, list[int]]:
                 note = almanac.Note(text, fact, holds)
                 if not note.silent:
                     statements.add(text)
-                count(f"read {fact.group}" if holds else "rightly silent", note.right)
+                counts[f"read {fact.group}" if holds else "rightly silent"].append(note.right)
                 if holds:
-                    count("wrongly silent", note.silent)
+                    counts["wrongly silent"].append(note.silent)
             if turn["chunks"]:
-                count("different notes", len(statements) > 1)
-    return {name: [right[name], total[name]] for name in total}
+                counts["different notes"].append(len(statements) > 1)
+    return {name: [sum(values), len(values)] for name, values in counts.items()}
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -191,12 +191,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--questions", type=int, default=12)
     parser.add_argument("--group", type=int, default=8, help="attempts at a question")
     parser.add_argument("--draws", type=int, default=8, help="answers to each context; even")
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     try:
         checkpoint, settings = weights_of(options.run, options.start)
         run = open_run(checkpoint, settings | {"eval_questions": options.questions})
-        torch.set_num_threads(options.threads)
+        torch.set_num_threads(1)
         rows = measure(run, options.questions, options.group, options.draws)
     except UserError as error:
         return fail(str(error))

@@ -94,13 +94,13 @@ def decode_steps(size: dict, rows: int, context: int, steps: int) -> dict:
     return row | {"tokens/s": rows / seconds}
 
 
-def decode(bench: common.Bench) -> None:
+def decode(tiny: bool) -> common.Rows:
     """A row for each number of rows and context."""
-    size, steps = (TINY, 2) if bench.tiny else (QWEN3_8B, 64)
+    size, steps = (TINY, 2) if tiny else (QWEN3_8B, 64)
     for rows, context in ((64, 4096), (64, 1024), (1, 4096), (3, 24_576), (12, 24_576)):
         name = {"model": "Qwen3-8B", "rows": rows, "context": context}
-        context = 24 if bench.tiny else context
-        bench.measure(name, partial(decode_steps, size, rows, context, steps))
+        context = 24 if tiny else context
+        yield name, partial(decode_steps, size, rows, context, steps)
 
 
 def force_attention(name: str | None) -> contextlib.AbstractContextManager:
@@ -112,9 +112,9 @@ def force_attention(name: str | None) -> contextlib.AbstractContextManager:
     return mock.patch.object(varlen, "choose_flash_attention", lambda q: function)
 
 
-def prefill(bench: common.Bench) -> None:
+def prefill(tiny: bool) -> common.Rows:
     """A row for each attention: prefilled tokens per second."""
-    size, context = (TINY, 96) if bench.tiny else (QWEN3_8B, 24_576)
+    size, context = (TINY, 96) if tiny else (QWEN3_8B, 24_576)
 
     def run(attention: str) -> dict:
         sampler = make_sampler(size, context + 128, 1)
@@ -129,12 +129,12 @@ def prefill(bench: common.Bench) -> None:
         return common.spread("tokens/s", [context / each for each in seconds])
 
     for name in ATTENTIONS:
-        bench.measure({"attention": name}, partial(run, name))
+        yield {"attention": name}, partial(run, name)
 
 
-def requests(bench: common.Bench) -> None:
+def requests(tiny: bool) -> common.Rows:
     """A row: sampled tokens per second, with all requests in one batch."""
-    size, count, low, high = (TINY, 3, 4, 9) if bench.tiny else (QWEN3_0_6B, 256, 100, 1024)
+    size, count, low, high = (TINY, 3, 4, 9) if tiny else (QWEN3_0_6B, 256, 100, 1024)
     rng = random.Random(0)
     vocabulary = min(10_000, size["vocab_size"])
     prompts = [random_tokens(rng, rng.randint(low, high), vocabulary) for _ in range(count)]
@@ -150,4 +150,4 @@ def requests(bench: common.Bench) -> None:
         times = common.timed(answer, 3)
         return common.spread("tokens/s", [sum(wanted) / seconds for seconds in times])
 
-    bench.measure({"model": "Qwen3-0.6B", "requests": count}, run)
+    yield {"model": "Qwen3-0.6B", "requests": count}, run

@@ -1,6 +1,7 @@
 """The benches that a CPU runs: tables of arms, forms that agree."""
 
 import json
+import math
 import sys
 from argparse import Namespace
 from dataclasses import asdict
@@ -15,19 +16,20 @@ from config import parse, parser, resolve
 from siblings import marsrl, matpo
 
 
-def test_a_row_is_written_when_it_is_measured_and_a_failure_is_a_row(tmp_path):
-    made = common.Bench("name", "the command", tmp_path / "new")
-
+def test_a_row_is_written_when_it_is_measured_and_a_failure_is_a_row(tmp_path, capsys):
     def saved():
         return json.loads((tmp_path / "new" / "name.json").read_text())
 
-    made.measure({"form": "good"}, lambda: {"ms": 3.0})
-    assert saved()["rows"] == [{"form": "good", "ms": 3.0}]
-    made.measure({"form": "bad"}, lambda: {}["no such peer"])
+    def part(tiny):
+        yield {"form": "good"}, lambda: {"ms": 3.0, "peak GB": math.nan}
+        assert saved()["rows"] == [{"form": "good", "ms": 3.0}]
+        yield {"form": "bad"}, lambda: {}["no such peer"]
+
+    common.run("name", "the command", part, tmp_path / "new")
     assert "KeyError" in saved()["rows"][1]["failed"] and saved()["command"] == "the command"
     assert saved()["rates"]["copy"] > 0 and saved()["versions"]["torch"]
-    lines = common.table(made.rows).splitlines()
-    assert [len(line.split()) for line in lines[:2]] == [3, 2]
+    *_, head, first, _ = capsys.readouterr().out.splitlines()
+    assert [len(line.split()) for line in (head, first)] == [3, 2]
 
 
 def test_the_first_round_is_not_counted(monkeypatch):
@@ -91,7 +93,7 @@ def test_arms_are_tabulated_and_only_missing_runs_are_started(tmp_path, monkeypa
 def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, monkeypatch):
     """Of each evaluation a small record stays, which is all that the table needs."""
     marks = {"start-0": "1100", "start-1": "0000"}  # questions 0, 1, …: a 1 for each right answer
-    marks |= {"mars-0": "0111", "mars-1": "1111", "frozen-0": "0011"}
+    marks |= {"mars-0": "0111", "mars-1": "1111", "frozen-0": "0011", "none-0": "0001"}
     records = tmp_path / "records"
     records.mkdir()
     for name, right in marks.items():
@@ -100,7 +102,7 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
         (records / f"{name}-sampled.json").write_text(json.dumps(record))
     monkeypatch.setattr(sys, "argv", ["", "almanac", "--table", "--records", str(records)])
     arms.main()  # of all seeds that have a record
-    start, run, frozen = json.loads((tmp_path / "table.json").read_text())["rows"]
+    start, run, frozen, _ = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert run["seeds"] == 2 and run["read tokens an attempt"] == run["trained tokens"] == 2
     assert not start.keys() & arms.COSTS.keys()
     assert start["all"].startswith("25.0% (") and run["all"] == "87.5% (52.9%–97.8%)"
@@ -135,9 +137,7 @@ def test_weights_and_pages_are_counted():
 
 
 def test_our_loss_is_nearer_to_float64_than_bf16_logits():
-    made = common.Bench(tiny=True)
-    loss.accuracy(made)
-    ours, plain, liger = made.rows
+    ours, plain, liger = common.measure(loss.accuracy, tiny=True)
     for key in ("log-prob error, mean", "max"):
         assert ours[key] < 1e-5 < plain[key] < 0.1
     assert ours["gradient error, hidden"] < 0.01 and ours["gradient error, weight"] < 0.01
@@ -157,10 +157,9 @@ def test_a_form_with_another_loss_is_a_failure(monkeypatch):
     monkeypatch.setattr(train_step, "padded_step", wrong)
     for compiled in ("packed", "packed, activations kept"):
         monkeypatch.delitem(train_step.FORMS, compiled)
-    made = common.Bench(tiny=True)
-    train_step.steps(made)
-    assert ["differs" in row.get("failed", "") for row in made.rows] == [False] * 2 + [True] * 2
-    (packed,) = {row["tokens computed"] for row in made.rows[:2]}
+    rows = [*common.measure(train_step.steps, tiny=True)]
+    assert ["differs" in row.get("failed", "") for row in rows] == [False] * 2 + [True] * 2
+    (packed,) = {row["tokens computed"] for row in rows[:2]}
     in_random_order, by_length = padded
     assert packed < by_length <= in_random_order
 

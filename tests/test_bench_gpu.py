@@ -22,16 +22,13 @@ def test_each_step_runs_in_small_by_the_lines_that_a_gpu_runs(name, monkeypatch)
         return checkpoint(*given, **options)
 
     monkeypatch.setattr(train_step, "checkpoint", count)
-    bench = common.Bench(tiny=True)
     with torch.compiler.set_stance("force_eager"):  # tracing takes seconds
-        (gpu.STEPS | gpu.PARTS)[name](bench)
-    assert bench.rows and all(
-        "No module named" in row.get("failed", "No module named") for row in bench.rows
-    )
-    assert all(("prediction" in row) == (name in gpu.PARTS) for row in bench.rows)
+        rows = [*common.measure((gpu.STEPS | gpu.PARTS)[name], tiny=True)]
+    assert rows and all("No module named" in row.get("failed", "No module named") for row in rows)
+    assert all(("prediction" in row) == (name in gpu.PARTS) for row in rows)
     if name == "speed":
         lacking = [] if find_spec("flash_attn") else [*train_step.OPEN][2:4]
-        assert [row["form"] for row in bench.rows if "idle, s" not in row] == lacking
+        assert [row["form"] for row in rows if "idle, s" not in row] == lacking
     assert all(reentrant) and bool(reentrant) == (name == "speed")
 
 
