@@ -1,7 +1,6 @@
 """Runs that change one option of a method ("arms"): on the method's toy, or on the almanac.
 
     python -m bench.arms mars                            every arm with seeds 0 1 2: hours
-    python -m bench.arms matpo --arms matpo single --seeds 0
     python -m bench.arms marsrl --table                  only tabulates the complete runs
     python -m bench.arms mars --steps 80 --runs FOLDER   other options are those of the runs
     python -m bench.arms almanac --arms mars frozen      two arms, seed 0
@@ -11,16 +10,14 @@ and skips complete ones. So other options need other --runs, and on the almanac 
 
 **On a toy** the arms of a seed have the same world, questions and base model. `replica` changes
 nothing that should matter, but its draws soon differ: so much do two runs of one setting differ.
-The table has the mean of each score at the end in percent, and each seed's score in brackets.
 Results: bench/results/arms_METHOD.json.
 
 **On the almanac** the last and the first weights of each run answer the same held-out questions,
 sampled and greedily. The arms of a seed start from the same weights, except OTHER_READING.
 RECORDS/NAME.json keeps which questions were right, counts by cell (whether RL has seen the country
 and the attribute; how good the notes are) and the costs of a step. Beside RECORDS, table.json
-compares each arm, question by question, with its start and with MARS (McNemar's exact test, which
-ignores how seeds differ), and arms.png shows the sampled answers. An arm takes some four minutes on
-an H100, and 3 GB on disk.
+compares each arm, question by question, with its start and with MARS, and arms.png shows the
+sampled answers. An arm takes some four minutes on an H100, and 3 GB on disk.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
 """
@@ -116,11 +113,8 @@ ARMS = {
 OTHER_READING = ("none", "one-agent", "passages", "no-purpose", "no-packing")
 DECODING = ("sampled", "greedy")
 # The scores of an evaluation.
-SCORES = dict.fromkeys(("mars", "matpo"), ["eval_accuracy", "eval_greedy"])
-SCORES["marsrl"] = [
-    f"eval_{score}"
-    for score in ("system", "solver", "verifier_accuracy", "recall", "false_alarm_share")
-]
+SYSTEM = "eval_system eval_solver eval_verifier_accuracy eval_recall eval_false_alarm_share".split()
+SCORES = dict.fromkeys(("mars", "matpo"), ["eval_accuracy", "eval_greedy"]) | {"marsrl": SYSTEM}
 # column of the table -> metric of a step
 COSTS = {"read tokens an attempt": "tokens_read", "trained tokens": "trained_tokens"}
 
@@ -133,12 +127,10 @@ def call_python(options: argparse.Namespace, arguments: list[str], name: str) ->
     arguments = [*arguments, "--cache", str(options.cache)]
     print(f"python {' '.join(arguments)}", flush=True)
     options.runs.mkdir(parents=True, exist_ok=True)
-    path = options.runs / f"{name}.log"
-    with open(path, "a") as log:
-        line = [sys.executable, *arguments]
-        code = subprocess.run(line, cwd=ROOT, stdout=log, stderr=log).returncode
-    if code:
-        sys.exit(f"it failed: see {path}")
+    line = [sys.executable, *arguments]
+    with open(options.runs / f"{name}.log", "a") as log:
+        if subprocess.run(line, cwd=ROOT, stdout=log, stderr=log).returncode:
+            sys.exit(f"it failed: see {log.name}")
 
 
 def is_complete(run: Path) -> bool:
@@ -209,8 +201,8 @@ def evaluate(options: argparse.Namespace, arm: str, run: Path, model: str, decod
             arguments += [f"--{name}", str(config[name])]
         arguments += ARMS["almanac"][arm] if arm in OTHER_READING else []
     temperature = "0" if decoding == "greedy" else str(config["temperature"])
-    arguments += ["--temperature", temperature, "--eval_questions", options.eval_questions]
-    arguments += ["--bf16", config["bf16"]]
+    arguments += ["--temperature", temperature, "--bf16", config["bf16"]]
+    arguments += ["--eval_questions", options.eval_questions]
     name = f"{model}-{config['seed']}-{decoding}"
 
     def ask(folder: Path) -> None:

@@ -134,20 +134,21 @@ def provenance() -> dict:
     }
 
 
-def save(name: str, command: str, rows: list[dict], folder: Path, **more) -> Path:
-    """Writes NAME.json atomically: the rows with their command and provenance."""
-    path = folder / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return write_json(path, {"command": command, **provenance(), **more, "rows": rows})
+def save(name: str, rows: list[dict], folder: Path, **more) -> Path:
+    """Writes FOLDER/NAME.json atomically: the rows with the command that runs, and provenance."""
+    command = " ".join([f"python -m bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    command = re.sub(r" /\S+", " …", command)  # without a machine's paths
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"command": command, **provenance(), **more, "rows": rows}
+    return write_json(folder / f"{name}.json", content)
 
 
 def publish(name: str, rows: list[dict], folder: Path = RESULTS) -> None:
-    """Prints the rows and writes FOLDER/NAME.json with the command. Exits if there are none."""
+    """Prints the rows and saves them. Exits if there are none."""
     if not rows:
         sys.exit("there is nothing to tabulate: no run is complete")
     print(table(rows))
-    command = " ".join([f"python -m bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    print(save(name, re.sub(r" /\S+", " …", command), rows, folder))  # without a machine's paths
+    print(save(name, rows, folder))
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -156,10 +157,10 @@ def read_metrics(folder: Path) -> list[dict]:
     return read_lines(path) if path.exists() else []
 
 
-def run(name: str, command: str, part: Part, folder: Path = RESULTS) -> None:
-    """Prints a part's rows. FOLDER/NAME.json holds them from the first one that is measured on."""
+def run(name: str, part: Part, folder: Path = RESULTS) -> None:
+    """Prints a part's rows, which are saved after each one."""
     rows = []
     for row in measure(part):
         rows.append(row)
-        save(name, command, rows, folder, rates=rates())
+        save(name, rows, folder, rates=rates())
     print(f"\n{name}\n{table(rows)}", flush=True)

@@ -155,7 +155,5 @@ if __name__ == "__main__":
     if options.part == "almanac":
         run_jobs(options.out, options.seconds, almanac_jobs(options.out))
     else:
-        kind, parts = ("part", PARTS) if options.part else ("step", STEPS)
-        for name in options.step or parts:
-            command = f"python -m bench.gpu --{kind} {name}"
-            common.run(f"gpu_{name}", command, parts[name], options.out)
+        for name in options.step or (PARTS if options.part else STEPS):
+            common.run(f"gpu_{name}", (STEPS | PARTS)[name], options.out)

@@ -142,18 +142,15 @@ def speed(tiny: bool) -> common.Rows:
 
 # --- decode attention -----------------------------------------------------------------------------
 
-# Number of query heads, number of key heads, size of a head.
-HEADS = {"Qwen3-8B": (32, 8, 128), "tiny": (4, 2, 16)}
+QWEN3_8B = (32, 8, 128)  # number of query heads, number of key heads, size of a head
 PAGE = 64  # tokens, as the sampler has them on a GPU
 COLD = 512 << 20  # bytes that a graph reads before it reads a page again: ten L2 caches
 CALLS = 32  # launches in a captured graph
-# Model, rows, context.
-ATTENTION = [("Qwen3-8B", *shape) for shape in ((64, 4096), (1, 4096), (256, 1024), (1, 32768))]
 
 
-def attention_case(model: str, rows: int, context: int, calls: int = CALLS) -> tuple:
+def attention_case(heads: tuple, rows: int, context: int, calls: int) -> tuple:
     """Returns the bytes that a call reads, and the arguments of calls on different random pages."""
-    Hq, Hkv, Dh = HEADS[model]
+    Hq, Hkv, Dh = heads
     lengths = torch.full((rows,), context)
     token = 2 * Hkv * Dh * 2
     sets = min(calls, math.ceil(COLD / (rows * context * token)))
@@ -202,10 +199,10 @@ def capture(function):
 
 def attention(tiny: bool) -> common.Rows:
     """A row for each shape and form. Keys and values exist only while their row is measured."""
-    calls, rounds = (1, 1) if tiny else (CALLS, 7)
+    heads, calls, rounds = ((4, 2, 16), 1, 1) if tiny else (QWEN3_8B, CALLS, 7)
 
-    def measurement(shape, form) -> dict:
-        size, arguments = attention_case(*shape, calls)
+    def measurement(form, rows, context) -> dict:
+        size, arguments = attention_case(heads, rows, context, calls)
 
         def all_calls():
             for i in range(calls):
@@ -216,7 +213,7 @@ def attention(tiny: bool) -> common.Rows:
         rate = size / row["µs, median"] * 1e6
         return row | {"share of copy": rate / common.rates()["copy"]}
 
-    for shape in [("tiny", 2, 24)] if tiny else ATTENTION:
+    for rows, context in [(2, 24)] if tiny else [(64, 4096), (1, 4096), (256, 1024), (1, 32768)]:
         for name, form in FORMS.items():
-            row = dict(zip(("model", "rows", "context"), shape)) | {"form": name}
-            yield row, partial(measurement, shape, form)
+            row = {"model": "Qwen3-8B", "rows": rows, "context": context, "form": name}
+            yield row, partial(measurement, form, rows, context)

@@ -56,9 +56,8 @@ def run(arithmetic: str, seed: int, runs: Path, more: list[str]) -> None:
     before = sum(os.times()[2:4])  # CPU seconds of child processes
     with open(runs / f"{name}.log", "w") as log:
         environment = os.environ | variables
-        code = subprocess.run(line, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
-    if code:
-        sys.exit(f"it failed: see {runs / name}.log; remove {runs / name} before the next try")
+        if subprocess.run(line, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode:
+            sys.exit(f"it failed: see {log.name}; remove {runs / name} before the next try")
     seconds = sum(os.times()[2:4]) - before
     first, *_, last = read_metrics(runs / name)
     row = {"arithmetic": arithmetic, "seed": seed}

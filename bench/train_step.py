@@ -106,11 +106,10 @@ FORMS = {
 }
 # What is open, with predictions for an H200. Kernels took 0.94 s of its step with kept activations
 # (0.99 s) and 1.20 s of the step that recomputes them (1.48 s). Attention took 0.38 and 0.47 s of
-# these: 0.09 s a forward pass, 0.29 s the backward pass. A prefill of 24k tokens took 1.12 s, with
-# flash-attn 4 0.86 s, and all but attention 0.56 s. So flash-attn 4 needs 0.53 of attention's time.
-# We assume 0.6 backward, and 0.01 s a pass for repeated keys. The host needs 1.2 ms for each of 140
-# layers, forward, again, and backward. With reentrant checkpointing the GPU should be idle as in
-# the kept step. If the host works all the time, flash-attn 4 gains nothing.
+# these: 0.09 s a forward pass, 0.29 s the backward pass. In a prefill flash-attn 4 needed 0.53 of
+# its time; we assume 0.6 backward, and 0.01 s a pass for repeated keys. The host needs 1.2 ms for
+# each of 140 layers, forward, again, and backward. With reentrant checkpointing the GPU should be
+# idle as in the kept step. If the host works all the time, flash-attn 4 gains nothing.
 PYTORCH = {"packed": True, "attention": "PyTorch"}
 FLASH_4 = {"packed": True, "attention": "flash-attn 4"}
 OPEN = {
@@ -225,4 +224,4 @@ if __name__ == "__main__":
     if torch.cuda.is_available():
         sys.exit("this measures a CPU; on a GPU: python -m bench.gpu --step training_step")
     torch.set_num_threads(1)
-    common.run("train_step_cpu", "python -m bench.train_step", steps)
+    common.run("train_step_cpu", steps)

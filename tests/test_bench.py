@@ -16,7 +16,7 @@ from config import parse, parser, resolve
 from siblings import marsrl, matpo
 
 
-def test_a_row_is_written_when_it_is_measured_and_a_failure_is_a_row(tmp_path, capsys):
+def test_a_row_is_written_when_it_is_measured_and_a_failure_is_a_row(tmp_path, monkeypatch, capsys):
     def saved():
         return json.loads((tmp_path / "new" / "name.json").read_text())
 
@@ -25,8 +25,10 @@ def test_a_row_is_written_when_it_is_measured_and_a_failure_is_a_row(tmp_path, c
         assert saved()["rows"] == [{"form": "good", "ms": 3.0}]
         yield {"form": "bad"}, lambda: {}["no such peer"]
 
-    common.run("name", "the command", part, tmp_path / "new")
-    assert "KeyError" in saved()["rows"][1]["failed"] and saved()["command"] == "the command"
+    monkeypatch.setattr(sys, "argv", ["/a/gpu.py", "--out", "/a/folder"])
+    common.run("name", part, tmp_path / "new")
+    assert "KeyError" in saved()["rows"][1]["failed"]
+    assert saved()["command"] == "python -m bench.gpu --out …"
     assert saved()["rates"]["copy"] > 0 and saved()["versions"]["torch"]
     *_, head, first, _ = capsys.readouterr().out.splitlines()
     assert [len(line.split()) for line in (head, first)] == [3, 2]
@@ -117,12 +119,12 @@ def test_toy_runs_are_tabulated_by_arithmetic_and_summarised(tmp_path, monkeypat
         row = {"arithmetic": arithmetic, "seed": seed, "CPU seconds": 300.0}
         row |= dict.fromkeys(toy.SCORES, score)
         (tmp_path / f"{arithmetic}-{seed}.json").write_text(json.dumps(row))
-    monkeypatch.setattr(common, "save", lambda name, command, *given: f"{name}: {command}")
+    monkeypatch.setattr(common, "write_json", lambda path, content: path.name)
     monkeypatch.setattr(sys, "argv", ["/a/toy.py", "--table", "--runs", str(tmp_path)])
     toy.main()
     _, *rows, saved, accuracy, greedy, seconds = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows] == [["native", "0"], ["native", "1"], ["plain", "0"]]
-    assert saved == "toy: python -m bench.toy --table --runs …"
+    assert saved == "toy.json"
     assert accuracy == "eval_accuracy: 0.5 to 1, median 0.75"
 
 
