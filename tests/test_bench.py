@@ -115,17 +115,15 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
 
 
 def test_toy_runs_are_tabulated_by_arithmetic_and_summarised(tmp_path, monkeypatch, capsys):
-    for arithmetic, seed, score in (("plain", 0, 0.75), ("native", 1, 0.5), ("native", 0, 1.0)):
-        row = {"arithmetic": arithmetic, "seed": seed, "CPU seconds": 300.0}
-        row |= dict.fromkeys(toy.SCORES, score)
-        (tmp_path / f"{arithmetic}-{seed}.json").write_text(json.dumps(row))
+    for name, score in (("plain-0", 0.75), ("native-1", 0.5), ("native-0", 1.0)):
+        invent(tmp_path, name, score)
+    invent(tmp_path, "native-2", 0.1, evaluated=2)  # killed
     monkeypatch.setattr(common, "write_json", lambda path, content: path.name)
-    monkeypatch.setattr(sys, "argv", ["/a/toy.py", "--table", "--runs", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["", "--table", "--runs", str(tmp_path)])
     toy.main()
-    _, *rows, saved, accuracy, greedy, seconds = capsys.readouterr().out.splitlines()
-    assert [row.split()[:2] for row in rows] == [["native", "0"], ["native", "1"], ["plain", "0"]]
-    assert saved == "toy.json"
-    assert accuracy == "eval_accuracy: 0.5 to 1, median 0.75"
+    _, *rows, saved, accuracy, _ = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["native-0", "native-1", "plain-0"]
+    assert (saved, accuracy) == ("toy.json", "eval_accuracy: 0.5 to 1, median 0.75")
 
 
 # ---------------------------------------------------------------- what a GPU measures, in small
