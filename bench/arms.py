@@ -58,25 +58,17 @@ ARMS = {
         "full": [],
         "replica": ["--lr", "0.0005005"],  # other rounding soon leads to other draws
         "system1_frozen": ["--system1", "frozen"],
-        "system1_none": ["--system1", "none"],
         "balance_off": ["--balance", "none"],
-        "advantage_mean": ["--advantage", "mean"],
-        "loss_mean_token": ["--loss_mean", "token"],
         "packing_off": ["--no-packing"],
         "purpose_off": ["--no-purpose"],
         "no_search": ["--tools", "scholar,python"],
-        "no_python": ["--tools", "search,scholar"],
         "group_8": ["--group", "8"],
-        "inner_steps_1": ["--inner_steps", "1"],
-        "kl_0.01": ["--kl_beta", "0.01"],
     },
     "matpo": {
         "matpo": [],
         "single": ["--no-delegate"],
         "single_wide": ["--no-delegate", "--sys2_context", "320"],
         "no_recap": ["--no-recap"],
-        "no_summary": ["--no-summary"],
-        "workers_frozen": ["--workers", "frozen"],
         "own_groups": ["--own_groups"],
         "own_groups_balanced": ["--own_groups", "--balance", "uniform"],
     },
@@ -236,8 +228,7 @@ def summarise(options: argparse.Namespace) -> list[dict]:
         row |= {"right": marks.count("1"), "asked": len(marks)}
         for cell in dict.fromkeys(cell for record in records for cell in record["cells"]):
             counts = [record["cells"].get(cell, (0, 0)) for record in records]
-            right, asked = map(sum, zip(*counts))
-            row[cell] = with_interval(right, asked)
+            row[cell] = with_interval(*map(sum, zip(*counts)))
         if costs := [record["of a step"] for record in records if record["of a step"]]:
             row |= {name: mean(cost[name] for cost in costs) for name in COSTS}
         others = {start_of(name), "mars"} if name in ARMS["almanac"] else set()

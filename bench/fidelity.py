@@ -35,13 +35,8 @@ from recipes import almanac
 from rollout import Context, Env, Sample, Trajectory, play_batch
 
 # rule -> the options that choose it
-RULES = {
-    "mars": {"credit": "mars"},
-    "inherited": {"credit": "mars", "shared_group": True},
-    "pooled": {"credit": "pooled"},
-    "own": {"credit": "own"},
-    "candid": {"credit": "candid"},
-}
+RULES = {rule: {"credit": rule} for rule in ("mars", "pooled", "own", "candid")}
+RULES["inherited"] = {"credit": "mars", "shared_group": True}
 
 
 class Replay(NamedTuple):

@@ -4,15 +4,13 @@
     python -m bench.gpu --part speed --out FOLDER   what is open, beside predictions (four minutes)
     python -m bench.gpu --part almanac --seconds 300 --out FOLDER      three experiments at once
 
-Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. The rows of the part
-`speed` also hold a prediction; two of them need flash-attn 4 (requirements-gpu.txt). The part
-`almanac` trains 14 runs of recipes/almanac.py side by side. Its runs and records are in FOLDER, so
-the same command continues where the time was up.
+Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. Two rows of the part
+`speed` need flash-attn 4 (requirements-gpu.txt). The part `almanac` trains 14 runs of
+recipes/almanac.py side by side. Its runs and records are in FOLDER, so the same command continues
+where the time was up. A package that the machine lacks becomes a row that says so.
 
 The tests that need a GPU are another command:
 `python -m pytest -m gpu tests/test_kernels_*.py tests/test_policy.py tests/test_sampler.py`.
-The machine needs torch ≥ 2.11, triton and transformers ≥ 5.17; a peer that it lacks becomes a row
-that says so. Several GPUs and long runs have never been tried.
 
 Tests: pytest tests/test_bench_gpu.py
 """
@@ -28,11 +26,8 @@ from pathlib import Path
 
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are defined
-
-from bench import common, kernels, pages, sampler, train_step  # noqa: E402
-from sampler import Sampler  # noqa: E402
+from bench import common, kernels, pages, sampler, train_step
+from sampler import Sampler
 
 
 def lend(tiny: bool) -> common.Rows:

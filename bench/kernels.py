@@ -2,14 +2,12 @@
 
     python -m bench.gpu --step loss                     likewise accuracy, attention
 
-accuracy   The errors of log-probs and gradients against float64, from hidden states and a head in
-           bf16.
+accuracy   The errors of log-probs and gradients in bf16 against float64.
 loss       The rate of useful operations beside that of a large product, in bf16. Goals on an H200:
            30 ms forward, 92 ms with the backward pass.
 attention  The bytes of a call's keys and values over its time, as a share of a large copy's rate.
            The calls of one captured graph take their page tables in turn, so that no call finds
-           its pages in the L2 cache. Goal: 85 % with 64 rows of 4k. Beside it, all pages are
-           gathered for PyTorch's attention.
+           its pages in the L2 cache. Goal: 85 % with 64 rows of 4k.
 
 Results: bench/results/gpu_STEP.json. Tests: pytest tests/test_bench.py tests/test_bench_gpu.py
 """

@@ -7,9 +7,8 @@
 The packed step is the trainer's (micro_batches, backward). The padded step is what code around
 Hugging Face models does: batches of 4 samples, right-padded, with an attention mask, in random
 order or sorted by length. All have the same weights and samples, and a form whose loss differs has
-failed. A CPU's model is a small Qwen3 in fp32. A GPU's has the size of Qwen3-0.6B, in bf16; AdamW's
-step is included, activations are recomputed or kept, and the packed form's layers are compiled or
-not.
+failed. A CPU's model is a small Qwen3 in fp32. A GPU's has the size of Qwen3-0.6B, in bf16, and
+AdamW's step is included.
 
 There are as many samples of System 2 as of System 1, with log-normal LENGTHS (on a CPU 1/16, on a
 GPU half of these). The paper states only limits, so medians and spreads are our assumption.
