@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 import mars
 import trainer
@@ -183,7 +182,6 @@ def main(arguments: list[str]) -> int:
     try:
         checkpoint, settings = weights_of(options.run, options.start)
         run = open_run(checkpoint, settings | {"eval_questions": options.questions})
-        torch.set_num_threads(1)
         rows = measure(run, options.questions, options.group, options.draws)
     except UserError as error:
         return fail(str(error))

@@ -23,8 +23,6 @@ from plumbing import folders
 from plumbing.metrics import with_interval
 from rollout import play_batch
 
-PAPERS_RULE = {"credit": "mars"}  # unused, but other rules would refuse a frozen reader
-
 
 def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dict:
     """Which questions a pair has right.
@@ -32,9 +30,9 @@ def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dic
     start: whether System 2 has the run's first weights. system1: System 1's, None: the same.
     """
     checkpoint, options = weights_of(run, start)
-    options |= {"eval_questions": questions} | PAPERS_RULE
+    options["eval_questions"] = questions
     if system1:
-        options["system1"] = "frozen"
+        options |= {"system1": "frozen", "credit": "mars"}  # other rules refuse a frozen reader
     pair = open_run(checkpoint, options, system1)
     batch = list(enumerate(pair.eval_questions))
     trajectories = play_batch(pair, batch, 1, pair.eval_tools, step="eval")
