@@ -181,20 +181,26 @@ def run_missing(options: argparse.Namespace) -> None:
                 folders.write_whole(path, json.dumps(record).encode())
 
 
+def weights_of(run: Path, start: bool) -> tuple[str, dict]:
+    """The checkpoint of a run's first weights if `start`, else of its last, and its settings."""
+    saved = folders.read_json(run / "config.json")
+    options = {name: saved[name] for name in ("page_fields", "sys1_prompt", "bf16")}
+    if not start:
+        return str(run), options
+    return saved["model"], options | {"preset": saved["preset"], "seed": saved["seed"]}
+
+
 def evaluate(options: argparse.Namespace, arm: str, run: Path, model: str, decoding: str) -> dict:
     """The record of a run's last weights if `model` is the arm's name, else of its first ones."""
     config = folders.read_json(run / "config.json")
-    arguments = [*PROGRAMS["almanac"], "eval"]
-    if model == arm:
-        arguments += [str(run)]
-    else:  # the start has its arm's way to read
-        arguments += [config["model"], "--seed", str(config["seed"])]
-        for name in ("preset", "page_fields", "sys1_prompt"):
-            arguments += [f"--{name}", str(config[name])]
-        arguments += ARMS["almanac"][arm] if arm in OTHER_READING else []
-    temperature = "0" if decoding == "greedy" else str(config["temperature"])
-    arguments += ["--temperature", temperature, "--bf16", config["bf16"]]
-    arguments += ["--eval_questions", options.eval_questions]
+    checkpoint, settings = weights_of(run, start=model != arm)
+    settings["temperature"] = 0 if decoding == "greedy" else config["temperature"]
+    settings["eval_questions"] = options.eval_questions
+    arguments = [*PROGRAMS["almanac"], "eval", checkpoint]
+    for setting, value in settings.items():
+        arguments += [f"--{setting}", str(value)]
+    if model != arm and arm in OTHER_READING:  # the start reads as its arm does
+        arguments += ARMS["almanac"][arm]
     name = f"{model}-{config['seed']}-{decoding}"
 
     def ask(folder: Path) -> None:

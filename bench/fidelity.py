@@ -26,9 +26,10 @@ import numpy as np
 
 import mars
 import trainer
+from bench.arms import weights_of
 from bench.common import RESULTS, publish
 from config import UserError, fail
-from plumbing import evaluation, folders
+from plumbing import evaluation
 from plumbing.start import Run, build
 from recipes import almanac
 from rollout import Context, Env, Sample, Trajectory, play_batch
@@ -53,15 +54,6 @@ def open_run(checkpoint: str, options: dict, frozen: Path | None = None) -> Run:
     config = evaluation.settings(almanac.METHOD, options, asking=False)
     additions = {"more_tools": tools, "questions": almanac.questions}
     return build(almanac.METHOD, config, training=False, frozen=frozen, **additions)
-
-
-def weights_of(run: Path, start: bool) -> tuple[str, dict]:
-    """The checkpoint of a run's first weights if `start`, else of its last, and its settings."""
-    saved = folders.read_json(run / "config.json")
-    options = {name: saved[name] for name in ("page_fields", "sys1_prompt", "bf16")}
-    if not start:
-        return str(run), options
-    return saved["model"], options | {"preset": saved["preset"], "seed": saved["seed"]}
 
 
 def replay_of(env: Env, trajectory: Trajectory) -> Replay | None:

@@ -15,9 +15,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.arms import compare
+from bench.arms import compare, weights_of
 from bench.common import RESULTS, publish
-from bench.fidelity import open_run, weights_of
+from bench.fidelity import open_run
 from config import UserError, fail
 from plumbing import folders
 from plumbing.metrics import with_interval
