@@ -1,7 +1,6 @@
 """Runs that change one option of a method ("arms"): on the method's toy, or on the almanac.
 
     python -m bench.arms mars                            every arm with seeds 0 1 2: hours
-    python -m bench.arms matpo --arms matpo single --seeds 0
     python -m bench.arms marsrl --table                  only tabulates the complete runs
     python -m bench.arms mars --steps 80 --runs FOLDER   other options are those of the runs
     python -m bench.arms almanac --arms mars frozen      two arms, seed 0
@@ -11,33 +10,33 @@ and skips complete ones. So other options need other --runs, and on the almanac 
 
 **On a toy** the arms of a seed have the same world, questions and base model. `replica` changes
 nothing that should matter, but its draws soon differ: so much do two runs of one setting differ.
-The table has the mean of each score at the end in percent, and each seed's score in brackets.
 Results: bench/results/arms_METHOD.json.
 
 **On the almanac** the last and the first weights of each run answer the same held-out questions,
 sampled and greedily. The arms of a seed start from the same weights, except OTHER_READING.
 RECORDS/NAME.json keeps which questions were right, counts by cell (whether RL has seen the country
 and the attribute; how good the notes are) and the costs of a step. Beside RECORDS, table.json
-compares each arm, question by question, with its start and with MARS (McNemar's exact test, which
-ignores how seeds differ), and arms.png shows the sampled answers. An arm takes some four minutes on
-an H100 and 3 GB on disk.
+compares each arm, question by question, with its start and with MARS, and arms.png shows the
+sampled answers. An arm takes some four minutes on an H100, and 3 GB on disk.
 
 Tests: pytest tests/test_bench.py tests/test_almanac.py
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from PIL import Image
 
 from atomic import made_once
 from bench.common import RESULTS, ROOT, provenance, publish, read_metrics
@@ -59,25 +58,17 @@ ARMS = {
         "full": [],
         "replica": ["--lr", "0.0005005"],  # other rounding soon leads to other draws
         "system1_frozen": ["--system1", "frozen"],
-        "system1_none": ["--system1", "none"],
         "balance_off": ["--balance", "none"],
-        "advantage_mean": ["--advantage", "mean"],
-        "loss_mean_token": ["--loss_mean", "token"],
         "packing_off": ["--no-packing"],
         "purpose_off": ["--no-purpose"],
         "no_search": ["--tools", "scholar,python"],
-        "no_python": ["--tools", "search,scholar"],
         "group_8": ["--group", "8"],
-        "inner_steps_1": ["--inner_steps", "1"],
-        "kl_0.01": ["--kl_beta", "0.01"],
     },
     "matpo": {
         "matpo": [],
         "single": ["--no-delegate"],
         "single_wide": ["--no-delegate", "--sys2_context", "320"],
         "no_recap": ["--no-recap"],
-        "no_summary": ["--no-summary"],
-        "workers_frozen": ["--workers", "frozen"],
         "own_groups": ["--own_groups"],
         "own_groups_balanced": ["--own_groups", "--balance", "uniform"],
     },
@@ -113,13 +104,9 @@ ARMS = {
 # These arms have contexts of another form, so each has a warm start of its own.
 OTHER_READING = ("none", "one-agent", "passages", "no-purpose", "no-packing")
 DECODING = ("sampled", "greedy")
-CHECK_SCORES = ("eval_verifier_accuracy", "eval_recall", "eval_false_alarm_share")
 # The scores of an evaluation.
-SCORES = {
-    "mars": ("eval_accuracy", "eval_greedy"),
-    "matpo": ("eval_accuracy", "eval_greedy"),
-    "marsrl": ("eval_system", "eval_solver", *CHECK_SCORES),
-}
+SYSTEM = "eval_system eval_solver eval_verifier_accuracy eval_recall eval_false_alarm_share".split()
+SCORES = dict.fromkeys(("mars", "matpo"), ["eval_accuracy", "eval_greedy"]) | {"marsrl": SYSTEM}
 # column of the table -> metric of a step
 COSTS = {"read tokens an attempt": "tokens_read", "trained tokens": "trained_tokens"}
 
@@ -132,12 +119,10 @@ def call_python(options: argparse.Namespace, arguments: list[str], name: str) ->
     arguments = [*arguments, "--cache", str(options.cache)]
     print(f"python {' '.join(arguments)}", flush=True)
     options.runs.mkdir(parents=True, exist_ok=True)
-    path = options.runs / f"{name}.log"
-    with open(path, "a") as log:
-        line = [sys.executable, *arguments]
-        code = subprocess.run(line, cwd=ROOT, stdout=log, stderr=log).returncode
-    if code:
-        sys.exit(f"it failed: see {path}")
+    line = [sys.executable, *arguments]
+    with open(options.runs / f"{name}.log", "a") as log:
+        if subprocess.run(line, cwd=ROOT, stdout=log, stderr=log).returncode:
+            sys.exit(f"it failed: see {log.name}")
 
 
 def is_complete(run: Path) -> bool:
@@ -196,20 +181,26 @@ def run_missing(options: argparse.Namespace) -> None:
                 folders.write_whole(path, json.dumps(record).encode())
 
 
+def weights_of(run: Path, start: bool) -> tuple[str, dict]:
+    """The checkpoint of a run's first weights if `start`, else of its last, and its settings."""
+    saved = folders.read_json(run / "config.json")
+    options = {name: saved[name] for name in ("page_fields", "sys1_prompt", "bf16")}
+    if not start:
+        return str(run), options
+    return saved["model"], options | {"preset": saved["preset"], "seed": saved["seed"]}
+
+
 def evaluate(options: argparse.Namespace, arm: str, run: Path, model: str, decoding: str) -> dict:
     """The record of a run's last weights if `model` is the arm's name, else of its first ones."""
     config = folders.read_json(run / "config.json")
-    arguments = [*PROGRAMS["almanac"], "eval"]
-    if model == arm:
-        arguments += [str(run)]
-    else:  # the start has its arm's way to read
-        arguments += [config["model"], "--seed", str(config["seed"])]
-        for name in ("preset", "page_fields", "sys1_prompt"):
-            arguments += [f"--{name}", str(config[name])]
-        arguments += ARMS["almanac"][arm] if arm in OTHER_READING else []
-    temperature = "0" if decoding == "greedy" else str(config["temperature"])
-    arguments += ["--temperature", temperature, "--eval_questions", options.eval_questions]
-    arguments += ["--bf16", config["bf16"]]
+    checkpoint, settings = weights_of(run, start=model != arm)
+    settings["temperature"] = 0 if decoding == "greedy" else config["temperature"]
+    settings["eval_questions"] = options.eval_questions
+    arguments = [*PROGRAMS["almanac"], "eval", checkpoint]
+    for setting, value in settings.items():
+        arguments += [f"--{setting}", str(value)]
+    if model != arm and arm in OTHER_READING:  # the start reads as its arm does
+        arguments += ARMS["almanac"][arm]
     name = f"{model}-{config['seed']}-{decoding}"
 
     def ask(folder: Path) -> None:
@@ -238,11 +229,12 @@ def summarise(options: argparse.Namespace) -> list[dict]:
         if not suffixes:
             continue
         records = [all_records[name + suffix] for suffix in suffixes]
+        marks = "".join(record["right"] for record in records)
         row = {"arm": name, "decoding": decoding, "seeds": len(records)}
+        row |= {"right": marks.count("1"), "asked": len(marks)}
         for cell in dict.fromkeys(cell for record in records for cell in record["cells"]):
             counts = [record["cells"].get(cell, (0, 0)) for record in records]
-            right, asked = map(sum, zip(*counts))
-            row[cell] = with_interval(right, asked)
+            row[cell] = with_interval(*map(sum, zip(*counts)))
         if costs := [record["of a step"] for record in records if record["of a step"]]:
             row |= {name: mean(cost[name] for cost in costs) for name in COSTS}
         others = {start_of(name), "mars"} if name in ARMS["almanac"] else set()
@@ -252,29 +244,36 @@ def summarise(options: argparse.Namespace) -> list[dict]:
     return rows
 
 
+@contextlib.contextmanager
+def percent_axes(path: Path, axis: str) -> Iterator[Axes]:
+    """Axes whose `axis`, "x" or "y", is in percent. They are drawn into the file `path`."""
+    with matplotlib.rc_context(curves.LOOK | {"axes.grid.axis": axis, "axes.axisbelow": True}):
+        figure = Figure(figsize=(6, 3.4), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        yield axes
+        getattr(axes, f"{axis}axis").set_major_formatter(PercentFormatter(1, decimals=0))
+        figure.savefig(path)
+
+
 def draw(options: argparse.Namespace, path: Path) -> None:
     """Draws right answers, sampled: each arm's mean (bar), each seed (dot), its start (ring)."""
     shares = {}
     for record in options.records.glob("*-sampled.json"):
-        right, asked = folders.read_json(record)["cells"]["all"]
-        shares[record.stem] = right / asked
-    with matplotlib.rc_context(curves.LOOK | {"axes.grid.axis": "x", "axes.axisbelow": True}):
-        figure = Figure(figsize=(6, 3.4), dpi=150, layout="constrained")
-        axes = figure.subplots()
+        marks = folders.read_json(record)["right"]
+        shares[record.stem.removesuffix("-sampled")] = marks.count("1") / len(marks)
+    with percent_axes(path, "x") as axes:
         axes.set_title("Right answers: mean (bar), each seed (dot), its start (ring)")
         for arm in ARMS["almanac"]:
-            seeds = [seed for seed in options.seeds if f"{arm}-{seed}-sampled" in shares]
+            seeds = [seed for seed in options.seeds if f"{arm}-{seed}" in shares]
             if seeds:
-                colours = [curves.COLOURS[seed % len(curves.COLOURS)] for seed in seeds]
-                ends = [shares[f"{arm}-{seed}-sampled"] for seed in seeds]
-                starts = [shares.get(f"{start_of(arm)}-{seed}-sampled") for seed in seeds]
-                axes.barh(arm, mean(ends), color="#dddddd")
-                axes.scatter(ends, [arm] * len(seeds), 20, colours)
-                axes.scatter(starts, [arm] * len(seeds), 20, "none", edgecolors=colours)
+                axes.barh(arm, mean(shares[f"{arm}-{seed}"] for seed in seeds), color="#dddddd")
+            for seed in seeds:
+                colour = curves.COLOURS[seed % len(curves.COLOURS)]
+                axes.scatter(shares[f"{arm}-{seed}"], arm, 20, colour)
+                start = f"{start_of(arm)}-{seed}"
+                if start in shares:
+                    axes.scatter(shares[start], arm, 20, "none", edgecolors=colour)
         axes.invert_yaxis()
-        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        figure.savefig(path)
-    Image.open(path).convert("RGB").quantize().save(path)  # fewer than half of the bytes
 
 
 def compare(records: list[dict], others: list[dict | None], name: str) -> dict:
@@ -291,19 +290,14 @@ def compare(records: list[dict], others: list[dict | None], name: str) -> dict:
 
 def cells(folder: Path) -> dict[str, list[int]]:
     """The counts of an evaluation, each as [right, all]: of its answers by cell, of its notes."""
-    right, total = Counter(), Counter()
+    counts = defaultdict(list)  # name -> whether each answer or note counts as right
     world = almanac_world.make_world()
     held_out = {question.id: question for question in almanac_world.held_out(world)}
-
-    def count(name: str, is_right: bool) -> None:
-        right[name] += is_right
-        total[name] += 1
-
     for record in trajectories(folder):
         question = held_out[record["question_id"]]
         fact = question.fact
         for name in (question.source, "all"):
-            count(name, record["reward"] == 1)
+            counts[name].append(record["reward"] == 1)
         for turn in record["turns"]:
             statements = set()
             for chunk in turn["chunks"]:
@@ -312,12 +306,12 @@ def cells(folder: Path) -> dict[str, list[int]]:
                 note = almanac.Note(text, fact, holds)
                 if not note.silent:
                     statements.add(text)
-                count(f"read {fact.group}" if holds else "rightly silent", note.right)
+                counts[f"read {fact.group}" if holds else "rightly silent"].append(note.right)
                 if holds:
-                    count("wrongly silent", note.silent)
+                    counts["wrongly silent"].append(note.silent)
             if turn["chunks"]:
-                count("different notes", len(statements) > 1)
-    return {name: [right[name], total[name]] for name in total}
+                counts["different notes"].append(len(statements) > 1)
+    return {name: [sum(values), len(values)] for name, values in counts.items()}
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What all benches share: time and memory, the machine's rates, rows, tables, files.
 
-A part of a bench is a function that adds rows to a `Bench`. A row is written as soon as it is
-measured, so a run that is killed keeps its rows. Tests: pytest tests/test_bench.py
+A part of a bench yields pairs: a row's first columns, and a function that measures the others. With
+`tiny` it has sizes that take seconds on any CPU. Tests: pytest tests/test_bench.py
 """
 
 import contextlib
@@ -15,8 +15,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -86,34 +85,21 @@ def rates() -> dict:
 
 # --- rows, tables, files --------------------------------------------------------------------------
 
+Rows = Iterator[tuple[dict, Callable[[], dict]]]
+Part = Callable[[bool], Rows]
 
-@dataclass
-class Bench:
-    """The rows of one part, and how they are measured."""
 
-    name: str = ""  # the name of the rows' file
-    command: str = ""
-    folder: Path | None = None  # NAME.json is written there; None: no file
-    tiny: bool = False  # sizes that take seconds on any CPU
-    rows: list[dict] = field(default_factory=list)
-
-    def measure(self, name: dict, function: Callable[[], dict]) -> dict:
-        """Adds a row: `name`, then the columns that `function` returns, or the reason if it fails.
-
-        The rows that follow a failure are still measured.
-        """
-        rates()  # measured once, while the memory is free
+def measure(part: Part, tiny: bool = False) -> Iterator[dict]:
+    """The rows of a part. A row that fails has the reason; the rows after it are still measured."""
+    rates()  # measured once, while the memory is free
+    for name, function in part(tiny):
         gc.collect()  # a policy refers to itself
         torch.cuda.empty_cache()  # the previous row has filled it
         try:
             row = name | function()
         except Exception as error:
             row = name | {"failed": f"{type(error).__name__}: {error}".partition("\n")[0][:100]}
-        row = {name: x for name, x in row.items() if x == x}  # NaN: not measured on this machine
-        self.rows.append(row)
-        if self.folder:
-            save(self.name, self.command, self.rows, self.folder, rates=rates())
-        return row
+        yield {name: x for name, x in row.items() if x == x}  # NaN: not measured on this machine
 
 
 def table(rows: list[dict]) -> str:
@@ -148,20 +134,21 @@ def provenance() -> dict:
     }
 
 
-def save(name: str, command: str, rows: list[dict], folder: Path, **more) -> Path:
-    """Writes NAME.json atomically: the rows with their command and provenance."""
-    path = folder / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return write_json(path, {"command": command, **provenance(), **more, "rows": rows})
+def save(name: str, rows: list[dict], folder: Path, **more) -> Path:
+    """Writes FOLDER/NAME.json atomically: the rows with the command that runs, and provenance."""
+    command = " ".join([f"python -m bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    command = re.sub(r" /\S+", " …", command)  # without a machine's paths
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"command": command, **provenance(), **more, "rows": rows}
+    return write_json(folder / f"{name}.json", content)
 
 
 def publish(name: str, rows: list[dict], folder: Path = RESULTS) -> None:
-    """Prints the rows and writes FOLDER/NAME.json with the command. Exits if there are none."""
+    """Prints the rows and saves them. Exits if there are none."""
     if not rows:
         sys.exit("there is nothing to tabulate: no run is complete")
     print(table(rows))
-    command = " ".join([f"python -m bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    print(save(name, re.sub(r" /\S+", " …", command), rows, folder))  # without a machine's paths
+    print(save(name, rows, folder))
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -170,19 +157,10 @@ def read_metrics(folder: Path) -> list[dict]:
     return read_lines(path) if path.exists() else []
 
 
-# --- the commands ---------------------------------------------------------------------------------
-
-
-def run(name: str, command: str, part: Callable[[Bench], None], folder: Path = RESULTS) -> None:
-    """Measures a part, prints its rows and writes FOLDER/NAME.json."""
-    bench = Bench(name, command, folder)
-    part(bench)
-    print(f"\n{name}\n{table(bench.rows)}", flush=True)
-
-
-def run_on_cpu(name: str, command: str, part: Callable[[Bench], None]) -> None:
-    """Measures a part on one thread. Exits on a machine with a GPU."""
-    if torch.cuda.is_available():
-        sys.exit(f"{command} measures a CPU; on a GPU: python -m bench.gpu")
-    torch.set_num_threads(1)
-    run(name, command, part)
+def run(name: str, part: Part, folder: Path = RESULTS) -> None:
+    """Prints a part's rows, which are saved after each one."""
+    rows = []
+    for row in measure(part):
+        rows.append(row)
+        save(name, rows, folder, rates=rates())
+    print(f"\n{name}\n{table(rows)}", flush=True)

@@ -2,12 +2,10 @@
 
     python -m bench.cost            prints a table within a minute, on one core
 
-Attempts run through driver.py and sampler/scheduler.py. One simulated token stands for 64, and a
-clock adds what each step of the sampler would cost. An attempt has the shape of MARS's episodes.
-The paper states limits only. The usual lengths are our assumption, and the hours depend on it.
-
-Not counted: waiting for tools, pages that two readers have in common, questions without a gradient
-because all their attempts earned the same, the exchange of weights (it overlaps with other work).
+Attempts run through driver.py and sampler/scheduler.py, and a clock adds what each step of the
+sampler would cost. The paper states limits only. The usual lengths are our assumption, and the
+hours depend on it. Not counted: waiting for tools, pages that two readers have in common, questions
+whose attempts all earned the same, the exchange of weights (it overlaps with other work).
 
 Tests: pytest tests/test_bench.py
 """

@@ -19,40 +19,32 @@ Results: bench/results/almanac/fidelity-NAME.json. Tests: pytest tests/test_alma
 import argparse
 import dataclasses
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 import mars
 import trainer
+from bench.arms import weights_of
 from bench.common import RESULTS, publish
 from config import UserError, fail
-from plumbing import evaluation, folders
+from plumbing import evaluation
 from plumbing.start import Run, build
 from recipes import almanac
 from rollout import Context, Env, Sample, Trajectory, play_batch
 
 # rule -> the options that choose it
-RULES = {
-    "mars": {"credit": "mars"},
-    "inherited": {"credit": "mars", "shared_group": True},
-    "pooled": {"credit": "pooled"},
-    "own": {"credit": "own"},
-    "candid": {"credit": "candid"},
-}
+RULES = {rule: {"credit": rule} for rule in ("mars", "pooled", "own", "candid")}
+RULES["inherited"] = {"credit": "mars", "shared_group": True}
 
 
-@dataclass
-class Replay:
+class Replay(NamedTuple):
     """An attempt up to its answer: with all notes (index 0), and with each note silenced."""
 
     trajectory: Trajectory
     prompts: list[list[int]]  # System 2's context before the answer, token ids
     readers: list[Sample]  # of the notes, in their order
-    right: np.ndarray = field(init=False)  # [1 + notes, draws] of 0 and 1
-    gain: list[float] = field(init=False)  # of each note, in nats
 
 
 def open_run(checkpoint: str, options: dict, frozen: Path | None = None) -> Run:
@@ -62,15 +54,6 @@ def open_run(checkpoint: str, options: dict, frozen: Path | None = None) -> Run:
     config = evaluation.settings(almanac.METHOD, options, asking=False)
     additions = {"more_tools": tools, "questions": almanac.questions}
     return build(almanac.METHOD, config, training=False, frozen=frozen, **additions)
-
-
-def weights_of(run: Path, start: bool) -> tuple[str, dict]:
-    """The checkpoint of a run's first weights if `start`, else of its last, and its settings."""
-    saved = folders.read_json(run / "config.json")
-    options = {name: saved[name] for name in ("page_fields", "sys1_prompt", "bf16")}
-    if not start:
-        return str(run), options
-    return saved["model"], options | {"preset": saved["preset"], "seed": saved["seed"]}
 
 
 def replay_of(env: Env, trajectory: Trajectory) -> Replay | None:
@@ -91,34 +74,29 @@ def replay_of(env: Env, trajectory: Trajectory) -> Replay | None:
     return Replay(trajectory, [sample.tokens[:end] + one.tokens for one in prompts], readers)
 
 
-def answer_again(run: Run, replays: list[Replay], draws: int) -> None:
-    """Sets `right` of each replay: `draws` answers to each of its prompts."""
-    config = run.config
-    for number, replay in enumerate(replays):
-        completions = run.sampler.generate(
-            [prompt for prompt in replay.prompts for _ in range(draws)],
-            max_new_tokens=config.step_tokens,
-            temperature=config.temperature,
-            stop_ids=run.chat.stop_ids,
-            seed=number,
-        )
-        answers = [run.chat.parse(one.tokens, final=True).answer for one in completions]
-        question = replay.trajectory.question
-        right = [answer is not None and run.grade(question, answer) for answer in answers]
-        replay.right = np.array(right, dtype=float).reshape(-1, draws)
+def answer_again(run: Run, replay: Replay, draws: int, seed: int) -> np.ndarray:
+    """Whether `draws` answers to each prompt are right: 0 or 1, [1 + notes, draws]."""
+    completions = run.sampler.generate(
+        [prompt for prompt in replay.prompts for _ in range(draws)],
+        max_new_tokens=run.config.step_tokens,
+        temperature=run.config.temperature,
+        stop_ids=run.chat.stop_ids,
+        seed=seed,
+    )
+    answers = [run.chat.parse(one.tokens, final=True).answer for one in completions]
+    question = replay.trajectory.question
+    right = [answer is not None and run.grade(question, answer) for answer in answers]
+    return np.array(right, dtype=float).reshape(-1, draws)
 
 
-def score_answers(run: Run, replays: list[Replay]) -> None:
-    """Sets `gain` of each replay: log p(right answer | all notes) less that without the note."""
-    model = trainer.load_model(run.start, run.device, dtype=run.dtype)
-    policy = trainer.Policy(model, bf16=run.bf16)
-    for replay in replays:
-        gold = replay.trajectory.question.golden_answers[0]
-        answer = run.chat.encode_own(f"<answer> {gold}</answer>")
-        scores = [
-            sum(trainer.score(policy, prompt + answer)[-len(answer) :]) for prompt in replay.prompts
-        ]
-        replay.gain = [scores[0] - score for score in scores[1:]]
+def likelihood_gains(run: Run, policy: trainer.Policy, replay: Replay) -> list[float]:
+    """Of each note: log p(right answer | all notes) less that without the note, in nats."""
+    gold = replay.trajectory.question.golden_answers[0]
+    answer = run.chat.encode_own(f"<answer> {gold}</answer>")
+    with_all, *without = (
+        sum(trainer.score(policy, prompt + answer)[-len(answer) :]) for prompt in replay.prompts
+    )
+    return [with_all - score for score in without]
 
 
 def advantages(run: Run, trajectories: list[Trajectory], readers: list[Sample]) -> dict:
@@ -157,12 +135,13 @@ def measure(run: Run, questions: int, group: int, draws: int) -> list[dict]:
     replays = [replay for t in trajectories if (replay := replay_of(env, t))]
     if not replays:
         raise UserError("no attempt looked anything up, so there is no note to replay")
-    answer_again(run, replays, draws)
-    score_answers(run, replays)
+    right = [answer_again(run, replay, draws, number) for number, replay in enumerate(replays)]
+    model = trainer.load_model(run.start, run.device, dtype=run.dtype)
+    policy = trainer.Policy(model, bf16=run.bf16)
 
     def worth(part: slice) -> np.ndarray:
         """The worth of each note [notes], from these draws only."""
-        shares = [replay.right[:, part].mean(axis=1) for replay in replays]
+        shares = [marks[:, part].mean(axis=1) for marks in right]
         return np.concatenate([share[0] - share[1:] for share in shares])
 
     readers = [reader for replay in replays for reader in replay.readers]
@@ -170,7 +149,7 @@ def measure(run: Run, questions: int, group: int, draws: int) -> list[dict]:
     note_of = {id(note.sample): note for t in trajectories for note in t.notes}
     notes = [note_of[id(reader)] for reader in readers]
     rules = advantages(run, trajectories, readers)
-    rules["infomem"] = np.array([gain for replay in replays for gain in replay.gain])
+    rules["infomem"] = np.concatenate([likelihood_gains(run, policy, one) for one in replays])
     worths = worth(slice(None))
     rows = [{"rule": rule, **fidelity(push, worths, indices)} for rule, push in rules.items()]
     halves = worth(slice(0, None, 2)), worth(slice(1, None, 2))
@@ -191,12 +170,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--questions", type=int, default=12)
     parser.add_argument("--group", type=int, default=8, help="attempts at a question")
     parser.add_argument("--draws", type=int, default=8, help="answers to each context; even")
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     try:
         checkpoint, settings = weights_of(options.run, options.start)
         run = open_run(checkpoint, settings | {"eval_questions": options.questions})
-        torch.set_num_threads(options.threads)
         rows = measure(run, options.questions, options.group, options.draws)
     except UserError as error:
         return fail(str(error))

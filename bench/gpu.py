@@ -4,15 +4,13 @@
     python -m bench.gpu --part speed --out FOLDER   what is open, beside predictions (four minutes)
     python -m bench.gpu --part almanac --seconds 300 --out FOLDER      three experiments at once
 
-Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. The rows of the part
-`speed` also hold a prediction; two of them need flash-attn 4 (requirements-gpu.txt). The part
-`almanac` trains 14 runs of recipes/almanac.py side by side. Its runs and records are in FOLDER, so
-the same command continues where the time was up.
+Each step writes its rows to FOLDER/gpu_STEP.json as soon as they are measured. Two rows of the part
+`speed` need flash-attn 4 (requirements-gpu.txt). The part `almanac` trains 14 runs of
+recipes/almanac.py side by side. Its runs and records are in FOLDER, so the same command continues
+where the time was up. A package that the machine lacks becomes a row that says so.
 
 The tests that need a GPU are another command:
 `python -m pytest -m gpu tests/test_kernels_*.py tests/test_policy.py tests/test_sampler.py`.
-The machine needs torch ≥ 2.11, triton and transformers ≥ 5.17; a peer that it lacks becomes a row
-that says so. Several GPUs and long runs have never been tried.
 
 Tests: pytest tests/test_bench_gpu.py
 """
@@ -28,20 +26,17 @@ from pathlib import Path
 
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are defined
-
-from bench import common, kernels, pages, sampler, train_step  # noqa: E402
-from sampler import Sampler  # noqa: E402
+from bench import common, kernels, pages, sampler, train_step
+from sampler import Sampler
 
 
-def lend(bench: common.Bench) -> None:
+def lend(tiny: bool) -> common.Rows:
     """A row: seconds to lend the KV pool to a training step, and to make it and its graphs again.
 
     The pool and the step's activations (57 GB at most) do not fit together.
     """
-    size, samples, capacity = train_step.setting(bench.tiny)
-    tokens = 1024 if bench.tiny else 45 * 2**30 // sampler.token_bytes(size)
+    size, samples, capacity = train_step.setting(tiny)
+    tokens = 1024 if tiny else 45 * 2**30 // sampler.token_bytes(size)
 
     def run() -> dict:
         form = {"packed": True, "recompute": False, "compiled": False}
@@ -61,7 +56,7 @@ def lend(bench: common.Bench) -> None:
             seconds[-1] += common.clock() - start
         return common.spread("s", seconds) | {"peak GB": max(peaks)}
 
-    bench.measure({"form": "pool of 45 GiB"}, run)
+    yield {"form": "pool of 45 GiB"}, run
 
 
 STEPS = {
@@ -81,28 +76,26 @@ PARTS = {"speed": partial(train_step.steps, forms=train_step.OPEN)}
 
 
 STEPS_OF_A_RUN = "12"  # of the recipe's 16, so that all fit into the time
+Job = tuple[list[str], list[Path]]  # arguments of Python, and the files that it needs to start
 
 
-def almanac_jobs(out: Path) -> list[tuple[list[str], list[Path]]]:
-    """The three experiments: arguments of Python, and the files that must exist before it starts.
-
-    The swap matrix and the credit's fidelity use runs on the shortest pages.
-    """
+def almanac_jobs(out: Path) -> list[Job]:
+    """The three experiments. Swaps and the credit's fidelity use runs on the shortest pages."""
     runs, records = out / "runs", out / "records"
     short = min(fields for fields in pages.LENGTHS if fields)
 
-    def train(fields: int, arm: str, seed: int) -> tuple[list[str], list[Path]]:
+    def train(fields: int, arm: str, seed: int) -> Job:
         options = f"--lengths {fields} --arms {arm} --seeds {seed} --recompute_activations".split()
         options += f"--steps {STEPS_OF_A_RUN} --eval_every {STEPS_OF_A_RUN}".split()
         return ["-m", "bench.pages", "--runs", str(runs), "--records", str(records), *options], []
 
-    def swap(rule: str, seeds: tuple) -> tuple[list[str], list[Path]]:
+    def swap(rule: str, seeds: tuple) -> Job:
         names = [f"fields-{short}/{rule}-{seed}" for seed in seeds]
         folders = [*(str(runs / name) for name in names), "--records", str(out / "swap")]
         answered = [records / f"{name}-sampled.json" for name in names]
         return ["-m", "bench.swap", *folders, "--name", rule], answered
 
-    def fidelity(name: str, needed: Path, *options: str) -> tuple[list[str], list[Path]]:
+    def fidelity(name: str, needed: Path, *options: str) -> Job:
         run = runs / f"fields-{short}/mars-0"
         return ["-m", "bench.fidelity", str(run), "--name", name, *options], [needed]
 
@@ -116,38 +109,33 @@ def almanac_jobs(out: Path) -> list[tuple[list[str], list[Path]]]:
     return jobs
 
 
-def run_jobs(out: Path, seconds: float, jobs: list[tuple[list[str], list[Path]]]) -> None:
-    """Runs jobs side by side for at most `seconds`. A job starts when the files it needs exist.
-
-    Each job's output is OUT/job_N.log.
-    """
-    waiting = dict(enumerate(jobs))
-    running = {}
+def run_jobs(out: Path, seconds: float, jobs: list[Job]) -> None:
+    """Runs jobs side by side for at most `seconds`. Each job's output is OUT/job_N.log."""
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
-    while (waiting or running) and time.monotonic() < end:
-        for number, (arguments, needed) in list(waiting.items()):
-            if all(path.exists() for path in needed):
-                with open(out / f"job_{number}.log", "w") as log:
-                    command = [sys.executable, *arguments]
-                    process = subprocess.Popen(
-                        command, cwd=common.ROOT, stdout=log, stderr=log, start_new_session=True
-                    )
-                running[number] = process, arguments
-                del waiting[number]
-        for number, (process, arguments) in list(running.items()):
-            if process.poll() is not None:
-                print(f"exit {process.returncode}: job {number}, {' '.join(arguments)}", flush=True)
-                del running[number]
+    waiting, running = list(range(len(jobs))), {}
+
+    def report(outcome: str, number: int) -> None:
+        print(f"{outcome}: job {number}, {' '.join(jobs[number][0])}", flush=True)
+
+    while time.monotonic() < end:
+        for number in [n for n, process in running.items() if process.poll() is not None]:
+            report(f"exit {running.pop(number).returncode}", number)
+        for number in [n for n in waiting if all(path.exists() for path in jobs[n][1])]:
+            waiting.remove(number)
+            command = [sys.executable, *jobs[number][0]]
+            with open(out / f"job_{number}.log", "w") as log:
+                options = {"stdout": log, "stderr": log, "start_new_session": True}
+                running[number] = subprocess.Popen(command, cwd=common.ROOT, **options)
         if not running:
             break  # what the waiting jobs need will never exist
         time.sleep(0.5)
-    for number, (process, arguments) in running.items():
+    for number, process in running.items():
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        print(f"cut: job {number}, {' '.join(arguments)}", flush=True)
-    for number, (arguments, _) in waiting.items():
-        print(f"not begun: job {number}, {' '.join(arguments)}", flush=True)
+        report("cut", number)
+    for number in waiting:
+        report("not begun", number)
 
 
 if __name__ == "__main__":
@@ -162,7 +150,5 @@ if __name__ == "__main__":
     if options.part == "almanac":
         run_jobs(options.out, options.seconds, almanac_jobs(options.out))
     else:
-        kind, parts = ("part", PARTS) if options.part else ("step", STEPS)
-        for name in options.step or parts:
-            command = f"python -m bench.gpu --{kind} {name}"
-            common.run(f"gpu_{name}", command, parts[name], options.out)
+        for name in options.step or (PARTS if options.part else STEPS):
+            common.run(f"gpu_{name}", (STEPS | PARTS)[name], options.out)

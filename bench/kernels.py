@@ -2,14 +2,12 @@
 
     python -m bench.gpu --step loss                     likewise accuracy, attention
 
-accuracy   The errors of log-probs and gradients against float64, from hidden states and a head in
-           bf16.
+accuracy   The errors of log-probs and gradients in bf16 against float64.
 loss       The rate of useful operations beside that of a large product, in bf16. Goals on an H200:
            30 ms forward, 92 ms with the backward pass.
 attention  The bytes of a call's keys and values over its time, as a share of a large copy's rate.
            The calls of one captured graph take their page tables in turn, so that no call finds
-           its pages in the L2 cache. Goal: 85 % with 64 rows of 4k. Beside it, all pages are
-           gathered for PyTorch's attention.
+           its pages in the L2 cache. Goal: 85 % with 64 rows of 4k.
 
 Results: bench/results/gpu_STEP.json. Tests: pytest tests/test_bench.py tests/test_bench_gpu.py
 """
@@ -56,14 +54,11 @@ def mars_loss(*case):
     return kernels.linear_grpo_loss(*case, **CLIP)[0]
 
 
-def whole_logits(hidden, weight, target):
-    """The log-probs [N] as textbooks have them: all logits in memory, in the inputs' type."""
-    return (hidden @ weight.T).log_softmax(-1).gather(-1, target[:, None])[:, 0]
-
-
-def fp32_softmax(hidden, weight, target):
-    """The log-probs [N] of a model's forward pass: logits in the model's type, softmax in fp32."""
-    return (hidden @ weight.T).float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
+def plain_logprob(hidden, weight, target):
+    """The log-probs [N] of a model's forward pass: logits in its type, softmax in fp32 or fp64."""
+    logits = hidden @ weight.T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
 def liger_logprob(hidden, weight, target):
@@ -95,18 +90,18 @@ def gradients(loss_function, case, size: int | None = None):
 # form -> (the function that returns log-probs, the one that returns the loss)
 ACCURACY = {
     "MARS": (mars_logprob, mars_loss),
-    "PyTorch, softmax in fp32": (fp32_softmax, loss_of(fp32_softmax)),
+    "PyTorch, softmax in fp32": (plain_logprob, loss_of(plain_logprob)),
     "Liger": (liger_logprob, loss_of(liger_logprob)),
 }
 
 
-def accuracy(bench: common.Bench) -> None:
+def accuracy(tiny: bool) -> common.Rows:
     """A row for each form: its errors against float64."""
-    shape = TINY if bench.tiny else (512, 512, 32_000)
+    shape = TINY if tiny else (512, 512, 32_000)
     case = make_case(*shape, torch.bfloat16, common.DEVICE)
     exact = [x.double() if x.is_floating_point() else x for x in case]
-    true_logprob = whole_logits(*exact[:3])
-    true_gradients = gradients(loss_of(whole_logits), exact)
+    true_logprob = plain_logprob(*exact[:3])
+    true_gradients = gradients(loss_of(plain_logprob), exact)
 
     def errors(logprob_function, loss_function):
         with torch.no_grad():
@@ -119,14 +114,14 @@ def accuracy(bench: common.Bench) -> None:
         return row
 
     for name, forms in ACCURACY.items():
-        bench.measure({"form": name}, partial(errors, *forms))
+        yield {"form": name}, partial(errors, *forms)
 
 
-def speed(bench: common.Bench) -> None:
+def speed(tiny: bool) -> common.Rows:
     """A row for each pass and form: its time and rate."""
-    N, D, V = TINY if bench.tiny else (16_384, 4096, 151_936)
+    N, D, V = TINY if tiny else (16_384, 4096, 151_936)
     case = make_case(N, D, V, common.DTYPE, common.DEVICE)
-    plain = loss_of(fp32_softmax)
+    plain = loss_of(plain_logprob)
     # pass, form, number of matrix products of hidden states and head, call
     forms = [
         ("forward", "MARS", 1, lambda: mars_logprob(*case[:3])),
@@ -140,23 +135,20 @@ def speed(bench: common.Bench) -> None:
         return row | {"share of a product": rate / common.rates()["product"]}
 
     for kind, name, products, call in forms:
-        bench.measure({"pass": kind, "form": name}, partial(measurement, call, products))
+        yield {"pass": kind, "form": name}, partial(measurement, call, products)
 
 
 # --- decode attention -----------------------------------------------------------------------------
 
-# Number of query heads, number of key heads, size of a head.
-HEADS = {"Qwen3-8B": (32, 8, 128), "tiny": (4, 2, 16)}
+QWEN3_8B = (32, 8, 128)  # number of query heads, number of key heads, size of a head
 PAGE = 64  # tokens, as the sampler has them on a GPU
 COLD = 512 << 20  # bytes that a graph reads before it reads a page again: ten L2 caches
 CALLS = 32  # launches in a captured graph
-# Model, rows, context.
-ATTENTION = [("Qwen3-8B", *shape) for shape in ((64, 4096), (1, 4096), (256, 1024), (1, 32768))]
 
 
-def attention_case(model: str, rows: int, context: int, calls: int = CALLS) -> tuple:
+def attention_case(heads: tuple, rows: int, context: int, calls: int) -> tuple:
     """Returns the bytes that a call reads, and the arguments of calls on different random pages."""
-    Hq, Hkv, Dh = HEADS[model]
+    Hq, Hkv, Dh = heads
     lengths = torch.full((rows,), context)
     token = 2 * Hkv * Dh * 2
     sets = min(calls, math.ceil(COLD / (rows * context * token)))
@@ -203,12 +195,12 @@ def capture(function):
     return graph.replay
 
 
-def attention(bench: common.Bench) -> None:
+def attention(tiny: bool) -> common.Rows:
     """A row for each shape and form. Keys and values exist only while their row is measured."""
-    calls, rounds = (1, 1) if bench.tiny else (CALLS, 7)
+    heads, calls, rounds = ((4, 2, 16), 1, 1) if tiny else (QWEN3_8B, CALLS, 7)
 
-    def measurement(shape, form) -> dict:
-        size, arguments = attention_case(*shape, calls)
+    def measurement(form, rows, context) -> dict:
+        size, arguments = attention_case(heads, rows, context, calls)
 
         def all_calls():
             for i in range(calls):
@@ -219,7 +211,7 @@ def attention(bench: common.Bench) -> None:
         rate = size / row["µs, median"] * 1e6
         return row | {"share of copy": rate / common.rates()["copy"]}
 
-    for shape in [("tiny", 2, 24)] if bench.tiny else ATTENTION:
+    for rows, context in [(2, 24)] if tiny else [(64, 4096), (1, 4096), (256, 1024), (1, 32768)]:
         for name, form in FORMS.items():
-            row = dict(zip(("model", "rows", "context"), shape)) | {"form": name}
-            bench.measure(row, partial(measurement, shape, form))
+            row = {"model": "Qwen3-8B", "rows": rows, "context": context, "form": name}
+            yield row, partial(measurement, form, rows, context)

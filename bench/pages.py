@@ -14,13 +14,8 @@ import argparse
 import copy
 from pathlib import Path
 
-import matplotlib
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
-
 from bench import arms
 from bench.common import RESULTS, ROOT, publish
-from plumbing import curves, folders
 from plumbing.metrics import wilson_interval
 
 # --page_fields -> the median length of a page, in tokens of SmolLM2
@@ -40,39 +35,27 @@ def at_length(options: argparse.Namespace, fields: int) -> argparse.Namespace:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws the share of right answers (sampled) by page length, a curve for each arm."""
-    with matplotlib.rc_context(curves.LOOK):
-        figure = Figure(figsize=(6, 3.2), dpi=150, layout="constrained")
-        axes = figure.subplots()
-        for arm, colour in zip(ARMS, curves.COLOURS):
-            own = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row["tokens"])
-            shares = [row["right"] / row["asked"] for row in own]
-            bounds = [wilson_interval(row["right"], row["asked"]) for row in own]
-            errors = [(s - low, high - s) for s, (low, high) in zip(shares, bounds)]
+    with arms.percent_axes(path, "y") as axes:
+        for arm in dict.fromkeys(row["arm"] for row in rows):
+            own = [row for row in rows if row["arm"] == arm]
             tokens = [row["tokens"] for row in own]
-            if own:
-                look = {"fmt": "o-", "color": colour, "label": arm}
-                axes.errorbar(tokens, shares, yerr=list(zip(*errors)), **look)
+            shares = [row["right"] / row["asked"] for row in own]
+            (line,) = axes.plot(tokens, shares, "o-", label=arm)
+            bounds = [wilson_interval(row["right"], row["asked"]) for row in own]
+            axes.vlines(tokens, *zip(*bounds), color=line.get_color())
         axes.set_xlabel("tokens of a page (median)")
         axes.set_ylim(0, 1)
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.legend()
-        figure.savefig(path)
 
 
 def tabulate(options: argparse.Namespace) -> list[dict]:
     """A row for each length and arm that has sampled records, over all their seeds."""
-    rows = []
-    for fields, tokens in LENGTHS.items():
-        own = at_length(options, fields)
-        for row in arms.summarise(own):
-            if row["arm"] in ARMS and row["decoding"] == "sampled":
-                names = [f"{row['arm']}-{seed}-sampled.json" for seed in options.seeds]
-                paths = [own.records / name for name in names if (own.records / name).exists()]
-                counts = [folders.read_json(path)["cells"]["all"] for path in paths]
-                right, total = map(sum, zip(*counts))
-                length = {"fields": fields, "tokens": tokens}
-                rows.append(length | {"right": right, "asked": total} | row)
-    return rows
+    return [
+        {"fields": fields, "tokens": tokens} | row
+        for fields, tokens in LENGTHS.items()
+        for row in arms.summarise(at_length(options, fields))
+        if row["arm"] in ARMS and row["decoding"] == "sampled"
+    ]
 
 
 def main() -> None:
@@ -80,7 +63,6 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--threads", default="2")
     parser.add_argument("--eval_questions", default="240")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "pages")
     parser.add_argument("--records", type=Path, default=RESULTS / "almanac" / "pages")
@@ -91,9 +73,7 @@ def main() -> None:
         arms.run_missing(at_length(options, fields))
     rows = tabulate(options)
     publish("pages", rows, RESULTS / "almanac")
-    path = RESULTS / "almanac" / "pages.png"
-    draw(rows, path)
-    print(path)
+    draw(rows, RESULTS / "almanac" / "pages.png")
 
 
 if __name__ == "__main__":

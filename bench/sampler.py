@@ -1,39 +1,28 @@
-"""The sampler beside other engines on a CPU, and beside what the memory allows on a GPU.
+"""The sampler beside what the memory of a GPU allows. The models' weights are random, in bf16.
 
-    python -m bench.sampler --peers FOLDER/bin/python …     beside engines of other environments
-    python -m bench.gpu --step decode                       on a GPU; likewise prefill, requests
+    python -m bench.gpu --step decode prefill requests
 
-On a CPU SmolLM2-135M samples 64 new tokens at temperature 1, in fp32, and in bf16 where the
-processor has it. There are 8 prompts in groups of 8, or 64 different prompts. All engines share a
-group's prompt. Each engine has one thread, and a row holds the sampled tokens per CPU second in the
-median round. bench/peers.py says how to install the peers. On a GPU:
+decode    Decode steps of Qwen3-8B, as a share of the ceiling: each step only reads weights, keys
+          and values, once, at the GPU's copy rate. Goal: 80 % with 64 rows of 4k.
+prefill   A prompt of 24k tokens through Qwen3-8B, by each attention that is installed.
+requests  Qwen3-0.6B answers 256 requests at once, prompts and answers of 100 to 1,024 tokens, at
+          temperature 0.6. It is nano-vllm's own benchmark.
 
-decode    Decode steps of a random Qwen3-8B in bf16, as a share of the ceiling: each step only reads
-          weights, keys and values, once, at the GPU's copy rate. Goal: 80 % with 64 rows of 4k.
-prefill   A prompt of 24k tokens through the random Qwen3-8B, by each attention that is installed.
-requests  A random Qwen3-0.6B in bf16 answers 256 requests at once, prompts and answers of 100 to
-          1,024 tokens, at temperature 0.6. It is nano-vllm's own benchmark.
-
-Results: bench/results/sampler_smollm2.json. Tests: pytest tests/test_bench.py
+Results: bench/results/gpu_STEP.json. Tests: pytest tests/test_bench.py tests/test_bench_gpu.py
 """
 
-import argparse
 import contextlib
 import importlib
-import itertools
 import random
-import sys
 from functools import partial
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-from bench import common, peers
+from bench import common
 from kernels import varlen
-from plumbing import models
 from sampler import Sampler
-from sampler.model import has_packed_products
 
 SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -45,7 +34,6 @@ QWEN3_0_6B = dict(zip(SIZES, (151_936, 1024, 3072, 28, 16, 8, 128, True)))
 QWEN3_8B = dict(zip(SIZES, (151_936, 4096, 12_288, 36, 32, 8, 128, False)))
 # The name of a prefill's attention -> its package; None is PyTorch's varlen_attn.
 ATTENTIONS = {"PyTorch": None, "flash-attn 2": "flash_attn", "flash-attn 4": "flash_attn.cute"}
-NEW = 64  # tokens of an answer on a CPU
 
 
 def random_model(size: dict, device="cpu", dtype=torch.float32):
@@ -59,63 +47,6 @@ def random_model(size: dict, device="cpu", dtype=torch.float32):
 
 def random_tokens(rng: random.Random, count: int, vocabulary: int) -> list[int]:
     return [rng.randrange(vocabulary) for _ in range(count)]
-
-
-# --- beside other engines, on a CPU ---------------------------------------------------------------
-
-
-def compete(bench: common.Bench, model, pythons: list[str], work: dict, **name) -> None:
-    """A row for each engine, which all get the same work (see bench/peers.py)."""
-    rounds = 1 if bench.tiny else 5
-    prompts = [prompt for prompt in work["prompts"] for _ in range(work["copies"])]
-    tokens = sum(len(prompt) + NEW + 16 for prompt in prompts)
-    sampler = Sampler(model, max_tokens=tokens, dtype=getattr(torch, work["precision"]))
-    seeds = itertools.count()
-
-    def our_round():
-        sampler.scheduler.release_all()  # no round reads pages that another has left
-        sampler.generate(prompts, max_new_tokens=NEW, seed=next(seeds))
-
-    def columns(seconds: list[float], tokens: int = len(prompts) * NEW) -> dict:
-        return common.spread("tokens/s", [tokens / each for each in seconds])
-
-    def peer(engine: str) -> dict:
-        reply = peers.first(engine, [sys.executable, *pythons], rounds=rounds, new=NEW, **work)
-        row = columns(reply["seconds"], reply["tokens"]) | {"version": reply["version"]}
-        return row | {"× MARS": row["tokens/s, median"] / ours["tokens/s, median"]}
-
-    name["precision"] = work["precision"]
-    ours = bench.measure(
-        name | {"engine": "MARS"}, lambda: columns(common.timed(our_round, rounds))
-    )
-    for engine in peers.PEERS if "failed" not in ours else ():
-        bench.measure(name | {"engine": engine}, partial(peer, engine))
-
-
-def pieces_of_text(tokenizer, count: int) -> list[list[int]]:
-    """`count` prompts of 64 to 700 tokens, 382 on average, from this repository's own pages.
-
-    The pages change, so only rows of one commit can be compared.
-    """
-    text = "\n".join(path.read_text() for path in sorted((common.ROOT / "docs").glob("*.md")))
-    ids = tokenizer(text)["input_ids"]
-    lengths = [64 + 636 * (i % 8) // 7 for i in range(count)]
-    step = len(ids) // count
-    return [ids[i * step : i * step + length] for i, length in enumerate(lengths)]
-
-
-def smollm2(pythons: list[str], bench: common.Bench) -> None:
-    folder = str(models.find("smollm2", common.ROOT / ".cache"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for precision in ["float32"] + ["bfloat16"] * has_packed_products(torch.bfloat16):
-        for name, count, copies in (("8 prompts × 8", 8, 8), ("all different", 64, 1)):
-            work = {"folder": folder, "precision": precision, "copies": copies}
-            work["prompts"] = pieces_of_text(tokenizer, count)
-            compete(bench, model, pythons, work, prompts=name)
-
-
-# --- on a GPU -------------------------------------------------------------------------------------
 
 
 def weight_bytes(size: dict) -> int:
@@ -163,13 +94,13 @@ def decode_steps(size: dict, rows: int, context: int, steps: int) -> dict:
     return row | {"tokens/s": rows / seconds}
 
 
-def decode(bench: common.Bench) -> None:
+def decode(tiny: bool) -> common.Rows:
     """A row for each number of rows and context."""
-    size, steps = (TINY, 2) if bench.tiny else (QWEN3_8B, 64)
+    size, steps = (TINY, 2) if tiny else (QWEN3_8B, 64)
     for rows, context in ((64, 4096), (64, 1024), (1, 4096), (3, 24_576), (12, 24_576)):
         name = {"model": "Qwen3-8B", "rows": rows, "context": context}
-        context = 24 if bench.tiny else context
-        bench.measure(name, partial(decode_steps, size, rows, context, steps))
+        context = 24 if tiny else context
+        yield name, partial(decode_steps, size, rows, context, steps)
 
 
 def force_attention(name: str | None) -> contextlib.AbstractContextManager:
@@ -181,9 +112,9 @@ def force_attention(name: str | None) -> contextlib.AbstractContextManager:
     return mock.patch.object(varlen, "choose_flash_attention", lambda q: function)
 
 
-def prefill(bench: common.Bench) -> None:
+def prefill(tiny: bool) -> common.Rows:
     """A row for each attention: prefilled tokens per second."""
-    size, context = (TINY, 96) if bench.tiny else (QWEN3_8B, 24_576)
+    size, context = (TINY, 96) if tiny else (QWEN3_8B, 24_576)
 
     def run(attention: str) -> dict:
         sampler = make_sampler(size, context + 128, 1)
@@ -198,12 +129,12 @@ def prefill(bench: common.Bench) -> None:
         return common.spread("tokens/s", [context / each for each in seconds])
 
     for name in ATTENTIONS:
-        bench.measure({"attention": name}, partial(run, name))
+        yield {"attention": name}, partial(run, name)
 
 
-def requests(bench: common.Bench) -> None:
+def requests(tiny: bool) -> common.Rows:
     """A row: sampled tokens per second, with all requests in one batch."""
-    size, count, low, high = (TINY, 3, 4, 9) if bench.tiny else (QWEN3_0_6B, 256, 100, 1024)
+    size, count, low, high = (TINY, 3, 4, 9) if tiny else (QWEN3_0_6B, 256, 100, 1024)
     rng = random.Random(0)
     vocabulary = min(10_000, size["vocab_size"])
     prompts = [random_tokens(rng, rng.randint(low, high), vocabulary) for _ in range(count)]
@@ -219,12 +150,4 @@ def requests(bench: common.Bench) -> None:
         times = common.timed(answer, 3)
         return common.spread("tokens/s", [sum(wanted) / seconds for seconds in times])
 
-    bench.measure({"model": "Qwen3-0.6B", "requests": count}, run)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--peers", nargs="+", default=[], metavar="PYTHON", help="bench/peers.py")
-    pythons = parser.parse_args().peers
-    command = "python -m bench.sampler" + " --peers …" * bool(pythons)
-    common.run_on_cpu("sampler_smollm2", command, partial(smollm2, pythons))
+    yield {"model": "Qwen3-0.6B", "requests": count}, run

@@ -3,29 +3,25 @@
     python -m bench.swap runs/mars-0 runs/mars-1 --name mars      runs of the almanac, two seeds
 
 System 2 is a run's warm start or its last weights. With each System 1 it answers the same held-out
-questions, sampled. System 1 is one of the same two, or the last weights of another run. If trained
-readers help another System 2 as much as the one that they were trained with, training made better
-readers. If they help only their own System 2, the pair has co-evolved.
+questions, sampled. System 1 is one of the same two, or the last weights of another run. If readers
+help only the System 2 that they were trained with, the pair has co-evolved.
 
 A pair's answers are kept in --records, so the same command goes on where it was stopped. Columns
-compare a pair, question by question, with the same System 2 and its own System 1 (McNemar's exact
-test). Results: bench/results/almanac/swap-NAME.json. Tests: pytest tests/test_almanac.py
+compare a pair, question by question, with the same System 2 and its own System 1.
+Results: bench/results/almanac/swap-NAME.json. Tests: pytest tests/test_almanac.py
 """
 
 import argparse
 import sys
-from itertools import product
 from pathlib import Path
 
-from bench.arms import compare
+from bench.arms import compare, weights_of
 from bench.common import RESULTS, publish
-from bench.fidelity import open_run, weights_of
+from bench.fidelity import open_run
 from config import UserError, fail
 from plumbing import folders
 from plumbing.metrics import with_interval
 from rollout import play_batch
-
-PAPERS_RULE = {"credit": "mars"}  # unused, but other rules would refuse a frozen reader
 
 
 def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dict:
@@ -34,9 +30,9 @@ def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dic
     start: whether System 2 has the run's first weights. system1: System 1's, None: the same.
     """
     checkpoint, options = weights_of(run, start)
-    options |= {"eval_questions": questions} | PAPERS_RULE
+    options["eval_questions"] = questions
     if system1:
-        options["system1"] = "frozen"
+        options |= {"system1": "frozen", "credit": "mars"}  # other rules refuse a frozen reader
     pair = open_run(checkpoint, options, system1)
     batch = list(enumerate(pair.eval_questions))
     trajectories = play_batch(pair, batch, 1, pair.eval_tools, step="eval")
@@ -45,15 +41,13 @@ def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dic
 
 def pairs(runs: list[Path]) -> list[tuple[Path, str, str, Path | None]]:
     """(run, name of System 2, name of System 1, folder of System 1's weights or None: the same)."""
-    weights = {run: (run / "checkpoint").resolve() for run in runs}  # the last ones
+    trained = {run.name: (run / "checkpoint").resolve() for run in runs}  # the last weights
     rows = []
-    for run, is_trained in product(runs, (False, True)):
-        start = Path(folders.read_json(run / "config.json")["model"])
-        system2 = run.name if is_trained else "start"
-        rows.append((run, system2, system2, None))
-        others = [("start", start)] if is_trained else []
-        others += [(r.name, weights[r]) for r in runs if not (is_trained and r == run)]
-        rows += [(run, system2, name, model) for name, model in others]
+    for run in runs:
+        models = {"start": Path(folders.read_json(run / "config.json")["model"])} | trained
+        for system2 in ("start", run.name):
+            systems1 = models | {system2: None}
+            rows += [(run, system2, name, model) for name, model in systems1.items()]
     return rows
 
 

@@ -20,9 +20,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench.arms import SCORES, is_complete
 from bench.common import ROOT, publish, read_metrics
 from kernels import products
-from plumbing.folders import read_json, write_json
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 NATIVE = products.onednn_is_faster()
@@ -40,31 +40,22 @@ products.onednn_is_faster = lambda: {onednn}
 import mars
 sys.exit(mars.main(sys.argv[1:]))
 """
-SCORES = ("eval_accuracy", "eval_greedy")
 
 
-def run(arithmetic: str, seed: int, runs: Path, more: list[str]) -> None:
-    """Trains RUNS/ARITHMETIC-SEED from a new base model and writes its row beside it, once."""
-    name = f"{arithmetic}-{seed}"
-    if (runs / f"{name}.json").exists():
+def train(arithmetic: str, seed: int, runs: Path, more: list[str]) -> None:
+    """Trains RUNS/ARITHMETIC-SEED from a new base model, unless it is complete."""
+    run = runs / f"{arithmetic}-{seed}"
+    if is_complete(run):
         return
     variables, onednn = ARITHMETICS[arithmetic]
-    cache = runs / "cache" / name
-    options = ["--name", name, "--runs", str(runs), "--cache", str(cache), "--seed", str(seed)]
+    cache = runs / "cache" / run.name
+    options = ["--name", run.name, "--runs", str(runs), "--cache", str(cache), "--seed", str(seed)]
     line = [sys.executable, "-c", PROGRAM.format(onednn=onednn), *options, *more]
     runs.mkdir(parents=True, exist_ok=True)
-    before = sum(os.times()[2:4])  # CPU seconds of child processes
-    with open(runs / f"{name}.log", "w") as log:
+    with open(f"{run}.log", "w") as log:
         environment = os.environ | variables
-        code = subprocess.run(line, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode
-    if code:
-        sys.exit(f"it failed: see {runs / name}.log; remove {runs / name} before the next try")
-    seconds = sum(os.times()[2:4]) - before
-    first, *_, last = read_metrics(runs / name)
-    row = {"arithmetic": arithmetic, "seed": seed}
-    for score in SCORES:
-        row |= {f"{score}, before": first[score], score: last[score]}
-    write_json(runs / f"{name}.json", row | {"CPU seconds": seconds})
+        if subprocess.run(line, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode:
+            sys.exit(f"it failed: see {log.name}; remove {run} before the next try")
 
 
 def main() -> None:
@@ -76,14 +67,17 @@ def main() -> None:
     options, more = parser.parse_known_args()
     if not options.table:
         for seed, arithmetic in itertools.product(options.seeds, options.arithmetics):
-            run(arithmetic, seed, options.runs, more)
-    rows = [read_json(path) for path in options.runs.glob("*.json")]
-    rows.sort(key=lambda row: (list(ARITHMETICS).index(row["arithmetic"]), row["seed"]))
+            train(arithmetic, seed, options.runs, more)
+    rows = []
+    for arithmetic in ARITHMETICS:
+        for run in filter(is_complete, sorted(options.runs.glob(f"{arithmetic}-[0-9]*/"))):
+            scores = {score: read_metrics(run)[-1][score] for score in SCORES["mars"]}
+            rows.append({"run": run.name, **scores})
     publish("toy", rows)
-    for column in (*SCORES, "CPU seconds"):
-        values = [row[column] for row in rows]
+    for score in SCORES["mars"]:
+        values = [row[score] for row in rows]
         median = statistics.median(values)
-        print(f"{column}: {min(values):.4g} to {max(values):.4g}, median {median:.4g}")
+        print(f"{score}: {min(values):.4g} to {max(values):.4g}, median {median:.4g}")
 
 
 if __name__ == "__main__":

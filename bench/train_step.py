@@ -1,42 +1,39 @@
 """The training step: packed against padded.
 
-    python -m bench.train_step                            on a CPU, one thread, two minutes
+    python -m bench.train_step                            on one thread of a CPU, two minutes
     python -m bench.gpu --step training_step              on a GPU
     python -m bench.gpu --part speed                      what is open on a GPU, with predictions
 
 The packed step is the trainer's (micro_batches, backward). The padded step is what code around
 Hugging Face models does: batches of 4 samples, right-padded, with an attention mask, in random
 order or sorted by length. All have the same weights and samples, and a form whose loss differs has
-failed. A CPU's model is a small Qwen3 in fp32. A GPU's has the size of Qwen3-0.6B, in bf16; AdamW's
-step is included, activations are recomputed or kept, and the packed form's layers are compiled or
-not.
+failed. A CPU's model is a small Qwen3 in fp32. A GPU's has the size of Qwen3-0.6B, in bf16, and
+AdamW's step is included.
 
 There are as many samples of System 2 as of System 1, with log-normal LENGTHS (on a CPU 1/16, on a
 GPU half of these). The paper states only limits, so medians and spreads are our assumption.
 
-Results: bench/results/train_step_cpu.json. Tests: pytest tests/test_bench.py
+Results: bench/results/gpu_training_step.json. Tests: pytest tests/test_bench.py
 """
 
 import argparse
 import math
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3Config
 
 import kernels
 import trainer
 from bench import common
 from bench.sampler import QWEN3_0_6B, SMALL, TINY, force_attention, random_model, random_tokens
-from config import Config
 from grpo import token_weights
 from rollout import Sample
 from sampler import Completion
-from trainer.memory import memory_parts
 from trainer.policy import layers
 
 OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.2, "kl_beta": 0.0, "temperature": 1.0}
@@ -108,11 +105,10 @@ FORMS = {
 }
 # What is open, with predictions for an H200. Kernels took 0.94 s of its step with kept activations
 # (0.99 s) and 1.20 s of the step that recomputes them (1.48 s). Attention took 0.38 and 0.47 s of
-# these: 0.09 s a forward pass, 0.29 s the backward pass. A prefill of 24k tokens took 1.12 s, with
-# flash-attn 4 0.86 s, and all but attention 0.56 s. So flash-attn 4 needs 0.53 of attention's time.
-# We assume 0.6 backward, and 0.01 s a pass for repeated keys. The host needs 1.2 ms for each of 140
-# layers, forward, again, and backward. With reentrant checkpointing the GPU should be idle as in
-# the kept step. If the host works all the time, flash-attn 4 gains nothing.
+# these: 0.09 s a forward pass, 0.29 s the backward pass. In a prefill flash-attn 4 needed 0.53 of
+# its time; we assume 0.6 backward, and 0.01 s a pass for repeated keys. The host needs 1.2 ms for
+# each of 140 layers, forward, again, and backward. With reentrant checkpointing the GPU should be
+# idle as in the kept step. If the host works all the time, flash-attn 4 gains nothing.
 PYTORCH = {"packed": True, "attention": "PyTorch"}
 FLASH_4 = {"packed": True, "attention": "flash-attn 4"}
 OPEN = {
@@ -122,14 +118,6 @@ OPEN = {
     "kept, flash-attn 4": FLASH_4 | {"recompute": False, "prediction": "0.83 s, idle 0.05"},
     "reentrant": PYTORCH | {"recompute": "reentrant", "prediction": "1.25 s, idle 0.05"},
 }
-
-
-def planned_bytes(size: dict, capacity: int, recompute: bool) -> float:
-    """Bytes of the trainer's part of the memory plan for one GPU."""
-    config = Config(bf16="on", micro_tokens=capacity, recompute_activations=recompute)
-    parts = memory_parts(Qwen3Config(**size), config, capacity, 1, "cuda", True)
-    names = ("weights", "gradients", "optimizer", "copies", "micro-batch")
-    return sum(parts[name] for name in names)
 
 
 def reentrant(forward: Callable, *inputs, **options):
@@ -205,10 +193,10 @@ def make_step(
     return model, step
 
 
-def steps(bench: common.Bench, forms: dict = FORMS) -> None:
+def steps(tiny: bool, forms: dict = FORMS) -> common.Rows:
     """A row for each form; on a GPU with an optimizer step."""
     cuda = torch.cuda.is_available()
-    size, samples, capacity = setting(bench.tiny)
+    size, samples, capacity = setting(tiny)
     expected = []  # the loss and the gradient's norm of the first form
 
     def measurement(attention=None, prediction=None, **form) -> dict:
@@ -221,18 +209,18 @@ def steps(bench: common.Bench, forms: dict = FORMS) -> None:
                 if abs(value - first) > (0.02 if cuda else 1e-5) * max(1.0, abs(first)):
                     raise ValueError(f"loss or gradient differs: {loss}, {norm}, not {expected}")
             row = {"peak GB": common.peak_bytes(step) / 1e9, "tokens computed": computed}
-            if "packed" in form:
-                kept = form.get("recompute") is False
-                row["planned GB"] = planned_bytes(size, capacity, not kept) / 1e9
-            row |= common.spread("s", common.timed(step, 1 if bench.tiny else 3))
+            row |= common.spread("s", common.timed(step, 1 if tiny else 3))
             return row | (idleness(step) if prediction else {})
 
     for name, form in forms.items():
-        if cuda or bench.tiny or not form.keys() & {"recompute", "compiled"}:
+        if cuda or tiny or not form.keys() & {"recompute", "compiled"}:
             row = {"form": name, "prediction": form.get("prediction", math.nan)}
-            bench.measure(row, partial(measurement, **form))
+            yield row, partial(measurement, **form)
 
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    common.run_on_cpu("train_step_cpu", "python -m bench.train_step", steps)
+    if torch.cuda.is_available():
+        sys.exit("this measures a CPU; on a GPU: python -m bench.gpu --step training_step")
+    torch.set_num_threads(1)
+    common.run("train_step_cpu", steps)

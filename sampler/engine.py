@@ -23,7 +23,7 @@ CUDA graph of that size is replayed (`buckets`). Without CUDA, batches are padde
 A Sampler cannot be used after an exception, and Ctrl-C is one.
 
 Tests: pytest tests/test_sampler.py tests/test_scheduler.py tests/test_pages.py
-Speed: python -m bench.sampler
+Speed: python -m bench.gpu --step decode
 """
 
 import math

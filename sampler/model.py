@@ -11,7 +11,7 @@ and values of the last layer.
 
 Shapes: T tokens, D hidden size, V vocabulary, Hq and Hkv query and key heads, Dh head size; the
 cache of all layers is pool [2, layers, pages, page_size, Hkv, Dh].
-Tests: pytest tests/test_decoder.py. Speed: python -m bench.sampler
+Tests: pytest tests/test_decoder.py. Speed: python -m bench.gpu --step decode
 """
 
 from collections.abc import Iterator

@@ -1,33 +1,36 @@
-"""The benches that a CPU runs: tables of arms, peers in their own processes, forms that agree."""
+"""The benches that a CPU runs: tables of arms, forms that agree."""
 
 import json
+import math
 import sys
 from argparse import Namespace
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 
 import mars
-from bench import arms, common, cost, peers, toy, train_step
+from bench import arms, common, cost, toy, train_step
 from bench import kernels as loss
 from bench import sampler as bench
 from config import parse, parser, resolve
 from siblings import marsrl, matpo
 
 
-def test_a_row_is_written_when_it_is_measured_and_a_failure_is_a_row(tmp_path):
-    made = common.Bench("name", "the command", tmp_path / "new")
-
+def test_a_row_is_written_when_it_is_measured_and_a_failure_is_a_row(tmp_path, monkeypatch):
     def saved():
         return json.loads((tmp_path / "new" / "name.json").read_text())
 
-    made.measure({"form": "good"}, lambda: {"ms": 3.0})
-    assert saved()["rows"] == [{"form": "good", "ms": 3.0}]
-    made.measure({"form": "bad"}, lambda: {}["no such peer"])
-    assert "KeyError" in saved()["rows"][1]["failed"] and saved()["command"] == "the command"
+    def part(tiny):
+        yield {"form": "good"}, lambda: {"ms": 3.0, "peak GB": math.nan}
+        assert saved()["rows"] == [{"form": "good", "ms": 3.0}]
+        yield {"form": "bad"}, lambda: {}["no such peer"]
+
+    monkeypatch.setattr(sys, "argv", ["/a/gpu.py", "--out", "/a/folder"])
+    common.run("name", part, tmp_path / "new")
+    assert "KeyError" in saved()["rows"][1]["failed"]
+    assert saved()["command"] == "python -m bench.gpu --out …"
     assert saved()["rates"]["copy"] > 0 and saved()["versions"]["torch"]
-    lines = common.table(made.rows).splitlines()
-    assert [len(line.split()) for line in lines[:2]] == [3, 2]
 
 
 def test_the_first_round_is_not_counted(monkeypatch):
@@ -38,18 +41,12 @@ def test_the_first_round_is_not_counted(monkeypatch):
     assert common.spread("s", times) == {"s, median": 4, "s, min": 3, "s, max": 5}
 
 
-# ---------------------------------------------------------------- arms of the toys
-
-METHODS = {"mars": mars.METHOD, "matpo": matpo.METHOD, "marsrl": marsrl.METHOD}
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [mars.METHOD, matpo.METHOD, marsrl.METHOD])
 def test_every_arm_is_accepted_and_changes_something(method):
-    config, presets = METHODS[method].config, METHODS[method].presets
     settings = []
-    for changed in arms.ARMS[method].values():
-        given = parse(parser(config, ""), ["--steps", "9", *changed])
-        settings.append(asdict(resolve(config, given, presets=presets)))
+    for changed in arms.ARMS[method.name].values():
+        given = parse(parser(method.config, ""), ["--steps", "9", *changed])
+        settings.append(asdict(resolve(method.config, given, presets=method.presets)))
     assert settings[0] not in settings[1:]
 
 
@@ -91,7 +88,7 @@ def test_arms_are_tabulated_and_only_missing_runs_are_started(tmp_path, monkeypa
 def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, monkeypatch):
     """Of each evaluation a small record stays, which is all that the table needs."""
     marks = {"start-0": "1100", "start-1": "0000"}  # questions 0, 1, …: a 1 for each right answer
-    marks |= {"mars-0": "0111", "mars-1": "1111", "frozen-0": "0011"}
+    marks |= {"mars-0": "0111", "mars-1": "1111", "frozen-0": "0011", "none-0": "0001"}
     records = tmp_path / "records"
     records.mkdir()
     for name, right in marks.items():
@@ -100,7 +97,7 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
         (records / f"{name}-sampled.json").write_text(json.dumps(record))
     monkeypatch.setattr(sys, "argv", ["", "almanac", "--table", "--records", str(records)])
     arms.main()  # of all seeds that have a record
-    start, run, frozen = json.loads((tmp_path / "table.json").read_text())["rows"]
+    start, run, frozen, _ = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert run["seeds"] == 2 and run["read tokens an attempt"] == run["trained tokens"] == 2
     assert not start.keys() & arms.COSTS.keys()
     assert start["all"].startswith("25.0% (") and run["all"] == "87.5% (52.9%–97.8%)"
@@ -111,52 +108,14 @@ def test_seeds_are_pooled_and_models_compared_question_by_question(tmp_path, mon
 
 
 def test_toy_runs_are_tabulated_by_arithmetic_and_summarised(tmp_path, monkeypatch, capsys):
-    for arithmetic, seed, score in (("plain", 0, 0.75), ("native", 1, 0.5), ("native", 0, 1.0)):
-        row = {"arithmetic": arithmetic, "seed": seed, "CPU seconds": 300.0}
-        row |= dict.fromkeys(toy.SCORES, score)
-        (tmp_path / f"{arithmetic}-{seed}.json").write_text(json.dumps(row))
-    monkeypatch.setattr(common, "save", lambda name, command, *given: f"{name}: {command}")
-    monkeypatch.setattr(sys, "argv", ["/a/toy.py", "--table", "--runs", str(tmp_path)])
+    for name, score in (("plain-0", 0.75), ("native-1", 0.5), ("native-0", 1.0)):
+        invent(tmp_path, name, score)
+    monkeypatch.setattr(common, "write_json", lambda path, content: path.name)
+    monkeypatch.setattr(sys, "argv", ["", "--table", "--runs", str(tmp_path)])
     toy.main()
-    _, *rows, saved, accuracy, greedy, seconds = capsys.readouterr().out.splitlines()
-    assert [row.split()[:2] for row in rows] == [["native", "0"], ["native", "1"], ["plain", "0"]]
-    assert saved == "toy: python -m bench.toy --table --runs …"
-    assert accuracy == "eval_accuracy: 0.5 to 1, median 0.75"
-
-
-# ---------------------------------------------------------------- the sampler and its peers
-
-
-ENGINE = """
-import types
-class LLM:
-    def __init__(self, model, **options): print("a banner", model)
-    def reset_prefix_cache(self): return True
-    def generate(self, inputs, options, use_tqdm):
-        answer = types.SimpleNamespace(token_ids=[7] * options.max_tokens)
-        return [types.SimpleNamespace(outputs=[answer] * options.n) for _ in inputs]
-SamplingParams, __version__ = types.SimpleNamespace, "0.1"
-"""
-
-
-def test_a_peer_has_the_same_work_in_a_process_of_its_own(tmp_path, monkeypatch):
-    (tmp_path / "vllm.py").write_text(ENGINE)  # stands for vLLM, which needs another torch
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made = common.Bench(tiny=True)
-    work = {"folder": "none", "precision": "float32", "prompts": [[1, 2], [3]], "copies": 2}
-    bench.compete(made, bench.random_model(bench.TINY), [], work)
-    ours, openvino, vllm = made.rows
-    assert ours["tokens/s, median"] > 0 and vllm["× MARS"] > 0 and vllm["version"] == "0.1"
-    assert "No module named" in openvino["failed"]
-    work = {"rounds": 1, "new": 3, **work}
-    assert peers.first("vLLM", [sys.executable], **work)["tokens"] == 2 * 2 * 3
-    with pytest.raises(RuntimeError, match="precision"):  # a peer that fails says why
-        peers.first("vLLM", [sys.executable], 1, folder="none")
-    killed = tmp_path / "python"
-    killed.write_text("#!/bin/sh\necho 'a warning' >&2; kill -FPE $$\n")
-    killed.chmod(0o755)
-    with pytest.raises(RuntimeError, match="killed by SIGFPE"):
-        peers.first("vLLM", [str(killed)], 1)
+    _, *rows, saved, accuracy, _ = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["native-0", "native-1", "plain-0"]
+    assert (saved, accuracy) == ("toy.json", "eval_accuracy: 0.5 to 1, median 0.75")
 
 
 def test_weights_and_pages_are_counted():
@@ -167,9 +126,7 @@ def test_weights_and_pages_are_counted():
 
 
 def test_our_loss_is_nearer_to_float64_than_bf16_logits():
-    made = common.Bench(tiny=True)
-    loss.accuracy(made)
-    ours, plain, liger = made.rows
+    ours, plain, liger = common.measure(loss.accuracy, tiny=True)
     for key in ("log-prob error, mean", "max"):
         assert ours[key] < 1e-5 < plain[key] < 0.1
     assert ours["gradient error, hidden"] < 0.01 and ours["gradient error, weight"] < 0.01
@@ -177,27 +134,22 @@ def test_our_loss_is_nearer_to_float64_than_bf16_logits():
 
 
 def test_a_form_with_another_loss_is_a_failure(monkeypatch):
-    """test_bench_gpu.py runs the same forms unspoilt, and none fails."""
+    """test_bench_gpu.py runs all forms unspoilt, and none fails."""
     padded_step = train_step.padded_step
     padded = []  # tokens computed by each padded form
 
-    def wrong(*given, **options):
-        total, computed = padded_step(*given, **options)
+    def wrong(*given):
+        loss, computed = padded_step(*given)
         padded.append(computed)
-        return total + 1e-3, computed
+        return loss + 1e-3, computed
 
     monkeypatch.setattr(train_step, "padded_step", wrong)
-    for compiled in ("packed", "packed, activations kept"):
-        monkeypatch.delitem(train_step.FORMS, compiled)
-    made = common.Bench(tiny=True)
-    train_step.steps(made)
-    assert ["differs" in row.get("failed", "") for row in made.rows] == [False] * 2 + [True] * 2
-    (packed,) = {row["tokens computed"] for row in made.rows[:2]}
+    names = "packed, not compiled", "padded, random order", "padded, sorted by length"
+    forms = {name: train_step.FORMS[name] for name in names}
+    packed, *others = common.measure(partial(train_step.steps, forms=forms), tiny=True)
+    assert all("differs" in row["failed"] for row in others)
     in_random_order, by_length = padded
-    assert packed < by_length <= in_random_order
-
-
-# ---------------------------------------------------------------- the paper's setting
+    assert packed["tokens computed"] < by_length <= in_random_order
 
 
 def test_the_cost_model_is_near_what_an_h200_took(monkeypatch):

@@ -57,7 +57,7 @@ READ_ONLY = {
     "almanac": "a download and half an hour or more",
     "warm": "a download",
     "siblings.": "minutes: each has a test that runs it in small",
-    "bench.": "minutes to hours, a GPU, peers: test_bench.py runs it in small",
+    "bench.": "minutes to hours, a GPU: test_bench.py runs it in small",
 }
 # What .ci/run does, what tools/ starts with a protocol of its own, half a command, and what
 # needs right attempts (test_mars.py has them).

@@ -1,6 +1,7 @@
 """No file imports from a higher layer, and neither of sampler and trainer imports the other."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,9 @@ def test_no_file_imports_from_a_higher_layer(path):
         for name in {name.split(".")[0] for name in names} & HEIGHT.keys():
             assert HEIGHT[name] <= HEIGHT[own], f"{own} imports {name}, which is higher"
             assert (own, name) != ("trainer", "sampler")
+
+
+def test_no_file_needs_bm25s_before_it_searches():
+    """A machine with a GPU may lack it; its import must not hide a test that needs the GPU."""
+    for path in [*FILES, *ROOT.glob("tests/**/*.py")]:
+        assert not re.search("^(import|from) bm25s", (ROOT / path).read_text(), re.MULTILINE), path
