@@ -15,9 +15,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trainer
 from family import gather_full
+from kernels import products
 from trainer import policy as policy_module
 
 MODES = ("ddp", "ddp even", "fsdp recomputing", "ddp lora", "fsdp lora recomputing")
+# Of kernels/products.py, whatever processor this is.
+ROUTES = ["PyTorch", "oneDNN"] if hasattr(torch.ops.mkldnn, "_linear_pointwise") else ["PyTorch"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
@@ -141,21 +144,33 @@ def test_the_rate_rises_stays_or_falls_and_never_is_nothing():
 # ---------------------------------------------------------------- ranks and shards
 
 
+def steps_by_both_routes(model, out, modes):
+    """By PyTorch's products and by oneDNN's, in one start: PyTorch keeps what it plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        for route in ROUTES:
+            patch.setattr(
+                products, "onednn_is_faster", lambda by_onednn=route == "oneDNN": by_onednn
+            )
+            ranks.steps(model, out / route, modes)
+
+
 @pytest.fixture(scope="module")
-def steps(qwen3, products_by, tmp_path_factory):
+def both_routes(qwen3, tmp_path_factory):
     """The folders of one optimizer step: by one process, and by three in every mode."""
     out = tmp_path_factory.mktemp("steps")
-    ranks.steps(qwen3, out, ["alone", "alone lora"])
-    assert launch(ranks.steps, qwen3, out, MODES, log=out / "log", world=3) == 0
+    steps_by_both_routes(qwen3, out, ["alone", "alone lora"])
+    assert launch(steps_by_both_routes, qwen3, out, MODES, log=out / "log", world=3) == 0
     return out
 
 
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("mode", MODES)
-def test_ranks_are_one_process(steps, mode):
+def test_ranks_are_one_process(both_routes, route, mode):
     """Loss, norm, clipped gradients, weights on disk and in the sampler, optimizer state.
 
     The ranks' shares are uneven, and one has no sample at all, unless they are evened out.
     """
+    steps = both_routes / route
     modes = "alone lora" if "lora" in mode else "alone", mode
     one, two = (torch.load(steps / name / "numbers.pt") for name in modes)
     assert abs(one["loss"] - two["loss"]) < 1e-5
