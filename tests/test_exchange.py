@@ -1,7 +1,6 @@
 """Samples change ranks: none is lost, the work is even, and what is even already stays."""
 
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from helpers.launch import launch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbing import outside
 from trainer import exchange
 
 SIZES = st.lists(st.dictionaries(st.integers(0, 9), st.integers(1, 1000)), min_size=1, max_size=8)
@@ -76,17 +74,3 @@ def exchange_groups() -> None:
 
 def test_samples_arrive_with_their_weights_and_groups_stay_whole(tmp_path):
     assert launch(exchange_groups, log=tmp_path / "log", world=3) == 0
-
-
-def test_on_gpus_objects_go_by_way_of_the_cpu(monkeypatch):
-    """Samples on a GPU would take the memory that is planned for the pool. NCCL opens at once."""
-    group = Mock()
-    group.is_initialized.return_value = False
-    gpu = outside.Machine(torch.device("cuda", 0), rank=0, ranks=8, bf16=True)
-    monkeypatch.setattr(outside, "dist", group)
-    monkeypatch.setattr(outside.sys, "excepthook", None)
-    monkeypatch.setattr(outside, "place", lambda config: gpu)
-    monkeypatch.setattr(outside.torch, "zeros", Mock())
-    outside.join(SimpleNamespace())
-    assert group.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)
-    group.all_reduce.assert_called_once()
