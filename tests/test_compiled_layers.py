@@ -7,13 +7,12 @@ import copy
 
 import pytest
 import torch
-from helpers.tiny import CPU, OBJECTIVE, make_samples, model, pack
+from helpers.tiny import CPU, make_samples, model, pack, step
 from test_mars import SMALL, half, metrics, run
 from test_policy import alone  # noqa: F401
 from torch._dynamo.utils import counters
 
 import trainer
-from family import gather_full
 from kernels import products
 
 
@@ -33,14 +32,6 @@ def kin(samples):
     for other in others:
         other.tokens[-2] ^= 1
     return samples + others
-
-
-def step(policy, batches):
-    """(loss, gradients by name)"""
-    policy.zero_grad()
-    stats = trainer.backward(policy, batches, **OBJECTIVE | {"kl_beta": 0.1})
-    trained = {n: gather_full(p.grad) for n, p in policy.named_parameters() if p.requires_grad}
-    return sum(float(s["loss"]) for s in stats), trained
 
 
 def assert_close(one, other, tolerance=1e-6):
@@ -71,7 +62,7 @@ def test_all_layers_and_batch_shapes_share_four_graphs(kind, backend, fsdp):
     for samples in [*(make_samples(n) for n in (2, 3, 4, 1, 5, 6)), kin(make_samples(4)), []]:
         batches = pack(samples) or [trainer.make_micro_batch([], [], [], CPU)]
         with_reference(batches)
-        assert_close(step(compiled, batches), step(plain, batches))
+        assert_close(*(step(policy, batches, kl_beta=0.1) for policy in (compiled, plain)))
         assert counters["stats"]["unique_graphs"] == 4
     assert len(counters["graph_break"]) == 1  # only attention, which is not compiled
 
@@ -89,7 +80,7 @@ def test_adapters_on_and_off_under_ddp():
     plain, compiled = make_policy(None), make_policy("eager")
     for samples in (make_samples(3), kin(make_samples(5))):
         batches = with_reference(pack(samples))
-        assert_close(step(compiled, batches), step(plain, batches))
+        assert_close(*(step(policy, batches, kl_beta=0.1) for policy in (compiled, plain)))
         references = map(trainer.reference, (plain, compiled))
         torch.testing.assert_close(*(trainer.logprob(r, batches[0], 1.0) for r in references))
         graphs = counters["stats"].pop("unique_graphs", 0)
@@ -124,10 +115,11 @@ def test_a_compiler_that_fails_costs_one_sentence(backend, missing, recompute, c
     """In its forward part or in its backward part. Then the step is the plain one."""
     options = {"recompute_activations": recompute, "compiler": backend}
     batches = with_reference(pack(kin(make_samples(3)), 90))
-    found = step(trainer.Policy(model("llama"), bf16=False, **options), batches)
+    found = step(trainer.Policy(model("llama"), bf16=False, **options), batches, kl_beta=0.1)
     said = capsys.readouterr().out
     assert said == f"torch.compile failed, so training is slower: no {missing} is here\n"
-    assert_close(found, step(trainer.Policy(model("llama"), bf16=False), batches), 0)
+    plain = trainer.Policy(model("llama"), bf16=False)
+    assert_close(found, step(plain, batches, kl_beta=0.1), 0)
 
 
 def test_the_run_says_that_its_first_step_compiles(base, tmp_path, monkeypatch, capsys):

@@ -66,51 +66,41 @@ def test_the_gradient_is_the_dense_one_projected():
         torch.testing.assert_close(layer.lora_A.grad, expected, rtol=1e-3, atol=1e-6)
 
 
-def test_training_begins_at_the_model_itself():
-    """B is 0, and A is drawn from a seed alone, within the bounds of a linear layer's weight."""
+def test_training_begins_at_the_model_itself_and_its_reference_stays_there():
+    """Bit by bit: B is 0 at first, and the adapters that are off for the reference are on again."""
     (batch,) = pack(make_samples())
-    expected = trainer.logprob(trainer.Policy(model("qwen3"), bf16=False), batch, 1.0)
+    start = trainer.logprob(trainer.Policy(model("llama"), bf16=False), batch, 1.0)
+    policy = trainer.Policy(model("llama"), bf16=False)
+    trainer.add_adapters(policy.model, RANK, seed=0)
+    assert torch.equal(trainer.logprob(policy, batch, 1.0), start)
+    learn(policy)
+    trained = trainer.logprob(policy, batch, 1.0)
+    assert torch.equal(trainer.logprob(trainer.reference(policy), batch, 1.0), start)
+    assert torch.equal(trainer.logprob(policy, batch, 1.0), trained)
+    assert not torch.equal(trained, start)
+
+
+def test_adapters_are_drawn_from_a_seed_alone():
+    """Within the bounds of a linear layer's weight."""
     drawn = []
     for seed in (5, 5, 6):
         adapted = model("qwen3")
         trainer.add_adapters(adapted, RANK, seed)
-        found = trainer.logprob(trainer.Policy(adapted, bf16=False), batch, 1.0)
-        assert torch.equal(found, expected)
         layers = lora.lora_layers(adapted).values()
         drawn.append(torch.cat([layer.lora_A.detach().flatten() for layer in layers]))
-        for layer in layers:
-            assert layer.lora_A.abs().max() <= layer.in_features**-0.5
+        assert all(layer.lora_A.abs().max() <= layer.in_features**-0.5 for layer in layers)
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
     assert 0.9 < drawn[0].std() / (32**-0.5 / 3**0.5) < 1.1
 
 
-def test_with_the_adapters_off_the_policy_is_the_model_it_began_with():
-    """Bit by bit, and they are on again afterwards."""
-    (batch,) = pack(make_samples())
-    start = trainer.logprob(trainer.Policy(model("llama"), bf16=False), batch, 1.0)
-    policy = trainer.Policy(model("llama"), bf16=False)
-    trainer.add_adapters(policy.model, RANK, seed=0)
-    learn(policy)
-    trained = trainer.logprob(policy, batch, 1.0)
-    reference = trainer.reference(policy)
-    assert torch.equal(trainer.logprob(reference, batch, 1.0), start)
-    assert torch.equal(trainer.logprob(policy, batch, 1.0), trained)
-    assert not torch.equal(trained, start)
-
-
-def trained_folder(tmp_path):
-    """(the model it began with, its policy, the checkpoint's folder) of a run with adapters."""
+def test_adapters_are_written_as_peft_names_them(tmp_path):
+    """The path of their base is whole, although the model was loaded by a relative one."""
     start = saved("llama", tmp_path / "start")
     policy = trainer.Policy(trainer.load_model(os.path.relpath(start), CPU), bf16=False)
     trainer.add_adapters(policy.model, RANK, seed=0)
     trainer.save(tmp_path, 3, policy, learn(policy), Tokenizer())
-    return start, policy, tmp_path / "checkpoint"
-
-
-def test_adapters_are_written_as_peft_names_them(tmp_path):
-    """The path of their base is whole, although the model was loaded by a relative one."""
-    start, policy, checkpoint = trained_folder(tmp_path)
+    checkpoint = tmp_path / "checkpoint"
     assert json.loads((checkpoint / "adapter/adapter_config.json").read_text()) == {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(start)},
         **{"r": RANK, "lora_alpha": 32},
