@@ -12,7 +12,7 @@ import torch
 from helpers.tiny import lively
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_forms import DEVICE, needs_triton
+from kernel_forms import DEVICE, convert, needs_triton
 from mutants import load_mutant, read_mutants
 
 import kernels
@@ -28,16 +28,6 @@ HALVES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16
 @pytest.fixture
 def triton_form(monkeypatch):
     monkeypatch.setenv("MARS_KERNELS", "triton")
-
-
-def convert(case, dtype):
-    """The case on the test's device, its floating-point tensors as own copies in `dtype`."""
-    converted = dict(case)
-    for name, x in case.items():
-        if torch.is_tensor(x):
-            kind = dtype if x.is_floating_point() else x.dtype
-            converted[name] = x.clone().to(DEVICE, kind)
-    return converted
 
 
 # --- attention ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from helpers.tiny import CPU, OBJECTIVE, Tokenizer, make_samples, model, pack, saved
+from helpers.tiny import CPU, Tokenizer, make_samples, model, pack, saved, step
 from safetensors.torch import load_file
 
 import trainer
@@ -42,8 +42,7 @@ def learn(policy):
     """Three optimizer steps on the samples; returns the optimizer."""
     optimizer = trainer.make_optimizer(policy, 1e-2, 0.0)
     for _ in range(3):
-        optimizer.zero_grad(set_to_none=True)
-        trainer.backward(policy, pack(make_samples()), **OBJECTIVE)
+        step(policy, pack(make_samples()))
         optimizer.step()
     return optimizer
 
@@ -53,8 +52,7 @@ def test_the_gradient_is_the_dense_one_projected():
     adapted = with_adapters(model("qwen2"))
     dense = merged_by_hand(model("qwen2"), adapted)
     for plain in (adapted, dense):
-        policy = trainer.Policy(plain, bf16=False)
-        trainer.backward(policy, pack(make_samples()), **OBJECTIVE)
+        step(trainer.Policy(plain, bf16=False), pack(make_samples()))
     layers = lora.lora_layers(adapted)
     assert len(layers) == 2 * 7
     for name, layer in layers.items():

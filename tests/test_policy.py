@@ -47,7 +47,7 @@ def similarity(a, b):
 def assert_a_step_is_that_of_the_cpu(policy, kind, samples):
     """In bf16 on a GPU. Returns the gradients that a CPU has."""
     loss, expected = gradients(model(kind), samples, 90)
-    found, got, _ = step(policy, pack(samples, 90, "cuda"))
+    found, got, _ = step(policy, pack(samples, 90, torch.device("cuda")))
     assert abs(found - loss) < 0.02
     for name, gradient in got.items():
         assert similarity(gradient.cpu(), expected[name.removeprefix("module.")]) > 0.98, name
