@@ -31,10 +31,13 @@ def test_products_are_by_onednn_in_fp32_and_in_every_layer(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         products.linear(x, weight)
     assert counted.call_count == 3, "other types and autocast are PyTorch's"
-    plain = model("qwen2")
-    trainer.add_adapters(plain, 3, seed=0)
-    step(trainer.Policy(plain, bf16=False, recompute_activations=True), pack(make_samples()))
-    assert counted.call_count > 3 + 2 * 7 * 2
+    for adapters in (False, True):
+        counted.reset_mock()
+        plain = model("qwen2")
+        if adapters:
+            trainer.add_adapters(plain, 3, seed=0)
+        step(trainer.Policy(plain, bf16=False, recompute_activations=True), pack(make_samples()))
+        assert counted.call_count > 2 * 7 * 2, "all seven products of both layers"
 
 
 LAYOUTS = {
