@@ -32,6 +32,16 @@ needs_triton = pytest.mark.skipif(bool(without_triton()), reason=without_triton(
 FORMS = ["reference", pytest.param("triton", marks=needs_triton)]
 
 
+def convert(case, dtype):
+    """The case on the test's device, its floating-point tensors as own copies in `dtype`."""
+    converted = dict(case)
+    for name, x in case.items():
+        if torch.is_tensor(x):
+            kind = dtype if x.is_floating_point() else x.dtype
+            converted[name] = x.clone().to(DEVICE, kind)
+    return converted
+
+
 def plain_varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
     """torch's varlen_attn, sequence by sequence: causal, and the last query sees all keys."""
     assert window_size == (-1, 0)
@@ -49,17 +59,13 @@ def plain_varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, 
     return torch.cat(out)
 
 
-# The arguments of flash_attn_varlen_func, as written in flash-attn 4.0.0b36 and 2.8.3.
+# The first arguments of flash_attn_varlen_func in flash-attn 4.0.0b36 and 2.8.3, in their order,
+# and those of the others that a causal attention may need.
 FLASH_ARGUMENTS = {
-    "flash_attn_4": """q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k
-        seqused_q seqused_k gather_kv_indices page_table softmax_scale causal window_size
-        learnable_sink softcap num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod
-        block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata
-        seqlen_k_per_split disable_scheduler_metadata gather_bwd_recompute_p
-        gather_bwd_token_chunk""",
+    "flash_attn_4": """q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k
+        softmax_scale causal window_size""",
     "flash_attn_2": """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p
-        softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs
-        block_table""",
+        softmax_scale causal window_size""",
 }
 
 

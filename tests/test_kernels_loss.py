@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_forms import DEVICE, FORMS, without_triton
+from kernel_forms import DEVICE, FORMS, convert, without_triton
 from mutants import load_mutant, read_mutants
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -133,14 +133,6 @@ def run(function, case):
     return loss.detach(), stats, hidden.grad, weight.grad
 
 
-def is_float(x):
-    return torch.is_tensor(x) and x.is_floating_point()
-
-
-def as_double(case):
-    return {name: x.double() if is_float(x) else x for name, x in case.items()}
-
-
 def near(name, value, truth, atol):
     """AssertionError unless |value − truth| ≤ atol everywhere (NaN fails)."""
     error = (value.double() - truth.double()).abs()
@@ -156,7 +148,8 @@ def near_direction(name, value, truth, rtol):
 def check(function, case):
     """AssertionError unless function agrees with the plain reference in float64."""
     loss, stats, d_hidden, d_weight = run(function, case)
-    true_loss, true_stats, true_hidden, true_weight = run(LL.reference, as_double(case))
+    exact = convert(case, torch.float64)
+    true_loss, true_stats, true_hidden, true_weight = run(LL.reference, exact)
     dead = case["token_weight"] == 0
     # In bf16 both gradients and dz are rounded to 8 bits. Peaked logits, of up to 215 and so
     # rounded by 8e-6, gave 2e-5 on a GPU.
@@ -193,7 +186,7 @@ def test_linear_logprob(form, small_chunks):
     case = make_case(masked=0)
     inputs = case["hidden"], case["weight"], case["target"]
     logprob, entropy = kernels.linear_logprob(*inputs, temperature=0.8)
-    _, stats = LL.reference(**as_double(case))
+    _, stats = LL.reference(**convert(case, torch.float64))
     near("log-prob", logprob, stats["logprob"], 1e-5)
     near("entropy", entropy, stats["entropy"], 2e-5)
     assert logprob.dtype == torch.float32
@@ -277,7 +270,7 @@ def test_autocast_rounds_hidden_but_not_logits(form):
     widened = case | {"hidden": hidden, "weight": case["weight"].float()}
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         _, stats = kernels.linear_grpo_loss(**widened)
-    truth = LL.reference(**as_double(case))[1]["logprob"]
+    truth = LL.reference(**convert(case, torch.float64))[1]["logprob"]
     near("log-prob", stats["logprob"], truth, 1e-5)
 
 

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.tiny import OBJECTIVE, make_samples, model, pack
+from helpers.tiny import make_samples, model, pack, step
 
 import trainer
 from kernels import products
@@ -18,33 +18,26 @@ pytestmark = pytest.mark.skipif(
 RULE = products.onednn_is_faster.__wrapped__  # as it stands, before any test forces it
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """As on a machine where oneDNN is faster; the mock that counts its products."""
-    watched = Mock(side_effect=products.onednn)
+def test_products_are_by_onednn_in_fp32_and_in_every_layer(monkeypatch):
+    """That this changes no gradient is tested where `products_by` is used."""
+    counted = Mock(side_effect=products.onednn)
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "onednn", watched)
-    return watched
-
-
-def test_a_layer_has_three_products_by_onednn_in_fp32_and_none_otherwise(counted):
+    monkeypatch.setattr(products, "onednn", counted)
     x = torch.ones(2, 3, requires_grad=True)
     weight = torch.ones(4, 3, requires_grad=True)
     products.linear(x, weight).sum().backward()
-    assert counted.call_count == 3
+    assert counted.call_count == 3, "one forward, two backward"
     products.linear(x.double(), weight.double()).sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         products.linear(x, weight)
     assert counted.call_count == 3, "other types and autocast are PyTorch's"
-
-
-def test_all_layers_of_a_policy_with_adapters_multiply_by_onednn(counted):
-    """That this changes no gradient is tested where `products_by` is used."""
-    plain = model("qwen2")
-    trainer.add_adapters(plain, 3, seed=0)
-    policy = trainer.Policy(plain, bf16=False, recompute_activations=True)
-    trainer.backward(policy, pack(make_samples()), **OBJECTIVE)
-    assert counted.call_count > 2 * 7 * 2
+    for adapters in (False, True):
+        counted.reset_mock()
+        plain = model("qwen2")
+        if adapters:
+            trainer.add_adapters(plain, 3, seed=0)
+        step(trainer.Policy(plain, bf16=False, recompute_activations=True), pack(make_samples()))
+        assert counted.call_count > 2 * 7 * 2, "all seven products of both layers"
 
 
 LAYOUTS = {

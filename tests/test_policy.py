@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from helpers import ranks
 from helpers.launch import launch
-from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, pack, saved
+from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, pack, saved, step
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import trainer
-from family import gather_full
+from kernels import products
 from trainer import policy as policy_module
 
 MODES = ("ddp", "ddp even", "fsdp recomputing", "ddp lora", "fsdp lora recomputing")
+# Of kernels/products.py, whatever processor this is.
+ROUTES = ["PyTorch", "oneDNN"] if hasattr(torch.ops.mkldnn, "_linear_pointwise") else ["PyTorch"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
@@ -27,12 +29,8 @@ def qwen3(tmp_path_factory):
 
 
 def gradients(plain, samples, capacity):
-    """(loss, gradients by name, micro-batches) of one process."""
-    policy = trainer.Policy(plain, bf16=False)
-    batches = pack(samples, capacity)
-    stats = trainer.backward(policy, batches, **OBJECTIVE)
-    loss = sum(float(s["loss"]) for s in stats)
-    return loss, {name: p.grad for name, p in policy.named_parameters()}, batches
+    """(loss, gradients by name) of one process."""
+    return step(trainer.Policy(plain, bf16=False), pack(samples, capacity))[:2]
 
 
 def close(a, b, tolerance=1e-5):
@@ -46,6 +44,16 @@ def similarity(a, b):
 # ---------------------------------------------------------------- the model in training
 
 
+def assert_a_step_is_that_of_the_cpu(policy, kind, samples):
+    """In bf16 on a GPU. Returns the gradients that a CPU has."""
+    loss, expected = gradients(model(kind), samples, 90)
+    found, got, _ = step(policy, pack(samples, 90, torch.device("cuda")))
+    assert abs(found - loss) < 0.02
+    for name, gradient in got.items():
+        assert similarity(gradient.cpu(), expected[name.removeprefix("module.")]) > 0.98, name
+    return expected
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,19 +61,12 @@ def similarity(a, b):
 @pytest.mark.parametrize("compiler", [None, "inductor"])
 def test_a_step_on_a_gpu_is_that_of_the_cpu(kind, recompute, compiler):
     """With a shared prefix too: the first sample comes twice, with another end."""
-    device = torch.device("cuda")
     kin = make_samples()[0]
     kin.tokens[-2] ^= 1
+    options = {"bf16": True, "recompute_activations": recompute, "compiler": compiler}
     for samples in (make_samples(), [kin, *make_samples()]):
-        loss, expected, _ = gradients(model(kind), samples, 90)
-        plain = model(kind).to(device)
-        options = {"recompute_activations": recompute, "compiler": compiler}
-        policy = trainer.Policy(plain, bf16=True, **options)
-        batches = pack(samples, 90, device)
-        stats = trainer.backward(policy, batches, **OBJECTIVE)
-        assert abs(sum(float(s["loss"]) for s in stats) - loss) < 0.02
-        for name, parameter in policy.named_parameters():
-            assert similarity(parameter.grad.cpu(), expected[name]) > 0.98, name
+        policy = trainer.Policy(model(kind).cuda(), **options)
+        assert_a_step_is_that_of_the_cpu(policy, kind, samples)
         optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
         assert optimizer.defaults["fused"]
         optimizer.step()
@@ -76,17 +77,12 @@ def test_a_step_on_a_gpu_is_that_of_the_cpu(kind, recompute, compiler):
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_ddp_and_fsdp_over_nccl_are_a_plain_step(fsdp, tmp_path):
     """One GPU is a group of one: all of the wrappers' code, and no second GPU."""
-    device = torch.device("cuda", 0)
     meet = f"file://{tmp_path}/meet"
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=meet, rank=0, world_size=1)
     try:
-        loss, expected, _ = gradients(model("qwen3"), make_samples(), 90)
-        policy = trainer.Policy(model("qwen3").to(device), bf16=True, compiler="inductor")
-        policy = trainer.parallel(policy, fsdp=fsdp, device=device)
-        stats = trainer.backward(policy, pack(make_samples(), 90, device), **OBJECTIVE)
-        assert abs(sum(float(s["loss"]) for s in stats) - loss) < 0.02
-        for name, parameter in trainer.unwrap(policy).named_parameters():
-            assert similarity(gather_full(parameter.grad).cpu(), expected[name]) > 0.98, name
+        policy = trainer.Policy(model("qwen3").cuda(), bf16=True, compiler="inductor")
+        policy = trainer.parallel(policy, fsdp=fsdp, device=torch.device("cuda", 0))
+        expected = assert_a_step_is_that_of_the_cpu(policy, "qwen3", make_samples())
         norm = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
         assert trainer.gradient_norm(policy, 1.0) == pytest.approx(norm.item(), rel=0.01)
     finally:
@@ -106,9 +102,7 @@ def test_dropout_of_a_models_config_is_off(recompute):
     for kind in (plain, dropping):
         policy = trainer.Policy(kind, bf16=False, recompute_activations=recompute)
         policy.train()  # as somebody may call it
-        batches = pack(make_samples(3), pack=False)
-        trainer.backward(policy, batches, **OBJECTIVE)
-        found.append({name: p.grad for name, p in policy.named_parameters()})
+        found.append(step(policy, pack(make_samples(3), pack=False))[1])
     assert close(*found, 1e-9)
 
 
@@ -141,21 +135,33 @@ def test_the_rate_rises_stays_or_falls_and_never_is_nothing():
 # ---------------------------------------------------------------- ranks and shards
 
 
+def steps_by_both_routes(model, out, modes):
+    """By PyTorch's products and by oneDNN's, in one start: PyTorch keeps what it plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        for route in ROUTES:
+            patch.setattr(
+                products, "onednn_is_faster", lambda by_onednn=route == "oneDNN": by_onednn
+            )
+            ranks.steps(model, out / route, modes)
+
+
 @pytest.fixture(scope="module")
-def steps(qwen3, products_by, tmp_path_factory):
+def both_routes(qwen3, tmp_path_factory):
     """The folders of one optimizer step: by one process, and by three in every mode."""
     out = tmp_path_factory.mktemp("steps")
-    ranks.steps(qwen3, out, ["alone", "alone lora"])
-    assert launch(ranks.steps, qwen3, out, MODES, log=out / "log", world=3) == 0
+    steps_by_both_routes(qwen3, out, ["alone", "alone lora"])
+    assert launch(steps_by_both_routes, qwen3, out, MODES, log=out / "log", world=3) == 0
     return out
 
 
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("mode", MODES)
-def test_ranks_are_one_process(steps, mode):
+def test_ranks_are_one_process(both_routes, route, mode):
     """Loss, norm, clipped gradients, weights on disk and in the sampler, optimizer state.
 
     The ranks' shares are uneven, and one has no sample at all, unless they are evened out.
     """
+    steps = both_routes / route
     modes = "alone lora" if "lora" in mode else "alone", mode
     one, two = (torch.load(steps / name / "numbers.pt") for name in modes)
     assert abs(one["loss"] - two["loss"]) < 1e-5
@@ -200,7 +206,8 @@ def test_scored_shards_are_shards_again(alone):
 @pytest.mark.usefixtures("products_by")
 def test_sharded_bf16_gives_the_loss_its_numbers_in_fp32(alone, monkeypatch):
     """FSDP2 would cast what a module is called with: old log-probs and weights as well."""
-    _, expected, batches = gradients(model("qwen3"), make_samples(), 90)
+    _, expected = gradients(model("qwen3"), make_samples(), 90)
+    batches = pack(make_samples(), 90)
     policy = trainer.Policy(model("qwen3"), bf16=True)
     policy = trainer.parallel(policy, fsdp=True, device=CPU)
     plain = policy_module.kernels.linear_grpo_loss
@@ -213,10 +220,9 @@ def test_sharded_bf16_gives_the_loss_its_numbers_in_fp32(alone, monkeypatch):
     monkeypatch.setattr(policy_module.kernels, "linear_grpo_loss", watched)
     for batch in batches:
         batch.ref_logprob = trainer.logprob(policy, batch, 1.0)
-    trainer.backward(policy, batches, **OBJECTIVE)
+    _, got, _ = step(policy, batches)
     assert set(seen) == {(torch.bfloat16, *[torch.float32] * 4)}
     assert len(seen) == len(batches)
-    for name, parameter in policy.named_parameters():
-        got = parameter.grad.full_tensor()
-        assert got.dtype == torch.float32
-        assert similarity(got, expected[name]) > 0.99, name
+    for name, gradient in got.items():
+        assert gradient.dtype == torch.float32
+        assert similarity(gradient, expected[name]) > 0.99, name

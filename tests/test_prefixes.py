@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, pack
+from helpers.tiny import CPU, KINDS, make_samples, model, pack, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_forms import use_library
@@ -29,16 +29,13 @@ def family() -> list[Sample]:
     return samples
 
 
-def step(kind, batches, **options):
+def step_with_logprobs(kind, batches, **options):
     """Loss, gradients by name, and each owner's log-probs in the order of its tokens."""
-    policy = trainer.Policy(model(kind), bf16=False, **options)
-    stats = trainer.backward(policy, batches, **OBJECTIVE)
+    loss, gradients, stats = step(trainer.Policy(model(kind), bf16=False, **options), batches)
     logprobs = {}
     for batch, numbers in zip(batches, stats):
         for owner, logprob in zip(batch.owner.tolist(), numbers["logprob"].tolist()):
             logprobs.setdefault(owner, []).append(logprob)
-    loss = sum(float(numbers["loss"]) for numbers in stats)
-    gradients = {name: p.grad for name, p in policy.named_parameters()}
     return loss, gradients, logprobs
 
 
@@ -46,11 +43,11 @@ def step(kind, batches, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_prefixes_leave_loss_gradient_and_log_probs_as_they_are(kind):
     samples = family()
-    loss, gradients, logprobs = step(kind, pack(samples, pack=False))
+    loss, gradients, logprobs = step_with_logprobs(kind, pack(samples, pack=False))
     for capacity, recompute in ((10_000, True), (60, False)):
         batches = pack(samples, capacity)
         assert (len(batches) > 1) == (capacity < 100)
-        found = step(kind, batches, recompute_activations=recompute)
+        found = step_with_logprobs(kind, batches, recompute_activations=recompute)
         other_loss, other_gradients, other_logprobs = found
         assert other_loss == pytest.approx(loss, abs=1e-5)
         for name, gradient in gradients.items():
@@ -76,9 +73,6 @@ def test_a_shared_prefix_is_input_once_and_counts_once():
     kin = [[0] * 9 + [word] for word in range(9)]
     # Seven of them have 9 + 7 tokens and 70 keys, eight would have too many keys.
     assert prefixes.pack(kin, [1] * 9, 18) == [[0, 1, 2, 3, 4, 5, 6], [7, 8]]
-    # The keys of two such families are 4 · 35.
-    others = [[1, *sample[1:]] for sample in kin[:7]]
-    assert len(prefixes.pack(kin[:7] + others, [1] * 14, 34)) == 2
     # A quarter of the sample that shares, not of the one before it.
     assert [prefixes.shared_prefix([7] * 4, [7] * 4 + [8] * n) for n in (12, 13)] == [4, 0]
 
@@ -136,12 +130,6 @@ def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
             assert batch.advantage[i] == sample.advantage
             found[index].append(place)
     assert found == [[i for i, own in enumerate(sample.mask) if own] for sample in samples]
-
-
-def test_an_empty_micro_batch_has_no_loss():
-    batch = trainer.make_micro_batch([], [], [], CPU)
-    assert (batch.tokens.shape, batch.lengths, batch.cu_seqlens.tolist()) == ((1, 2), [2], [0, 2])
-    assert len(batch.owner) == len(batch.loss_positions) == len(batch.weight) == 0
 
 
 def test_a_sample_that_is_not_well_formed_is_refused():

@@ -7,6 +7,7 @@ import transformers
 
 import grpo
 import trainer
+from family import gather_full
 from rollout import Sample
 
 CPU = torch.device("cpu")
@@ -109,6 +110,14 @@ def weigh(samples: list[Sample], total: dict[str, int] | None = None) -> list[to
 def pack(samples: list[Sample], capacity: int = 10_000, device=CPU, **options):
     """Their micro-batches."""
     return trainer.micro_batches(samples, weigh(samples), capacity, device, **options)
+
+
+def step(policy, batches, **objective) -> tuple[float, dict, list[dict]]:
+    """(loss, gradients by name, statistics of each micro-batch) of one step."""
+    policy.zero_grad()
+    stats = trainer.backward(policy, batches, **OBJECTIVE | objective)
+    trained = {n: gather_full(p.grad) for n, p in policy.named_parameters() if p.requires_grad}
+    return sum(float(numbers["loss"]) for numbers in stats), trained, stats
 
 
 class Tokenizer:
