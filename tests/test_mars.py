@@ -13,10 +13,10 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from helpers import launch, tiny
 from helpers.chat import QWEN3, random_model, tokenizer
 from loopback import GOOD
+from torch.distributed import run as torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import driver
@@ -37,7 +38,6 @@ from plumbing import curves, evaluation, folders, logbook, outside
 from tools import ToolError
 from toy import world
 
-REPO = Path(__file__).parent.parent
 # Of four questions the first and the third share an optimizer step, whatever rank they are on.
 SMALL = "--questions 4 --inner_steps 2 --group 4 --eval_questions 6 --eval_every 2".split()
 SMALL += ["--kv_tokens", "16384"]
@@ -184,6 +184,18 @@ def test_sigterm_saves_at_the_end_of_the_step_and_asks_to_be_started_again(
         assert same_weights(folder / "checkpoint", trained / "whole" / "checkpoint")
 
 
+def test_torchrun_names_ranks_as_these_tests_do(tmp_path):
+    """It starts two processes, which are shells here: an interpreter would take seconds."""
+    told = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    shell = f"echo {' '.join('$' + name for name in told.split())} > {tmp_path}/$RANK"
+    line = ["--standalone", "--nproc_per_node=2", "--no-python", "sh", "-c", shell]
+    with ThreadPoolExecutor(1) as thread:  # in the main one it would take over the signals
+        thread.submit(torchrun.main, line).result()
+    one, other = ((tmp_path / rank).read_text().split() for rank in "01")
+    assert (one[:3], other[:3]) == (["0", "0", "2"], ["1", "1", "2"])
+    assert one[3:] == other[3:] and len(one) == 5
+
+
 def test_sigterm_kills_while_a_run_is_built(monkeypatch):
     """That may take minutes, and there is nothing to save."""
     handlers = []
@@ -198,13 +210,9 @@ def test_sigterm_kills_while_a_run_is_built(monkeypatch):
 
 
 def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
-    """torchrun with 2 processes: the same rollouts; loss and gradient equal to rounding."""
+    """The same rollouts; loss and gradient equal to rounding."""
     options = ["--model", base, "--runs", tmp_path, "--name", "ranks", "--steps", 1, *SMALL]
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    line += [__file__, *map(str, options)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{REPO}/tests"}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    assert launch.launch(__file__, *options, log=tmp_path / "log") == 0
     one, two = metrics(trained / "whole")[0], metrics(tmp_path / "ranks")[0]
     for key in ("reward", "sys1_samples", "sys1_tokens", "sys2_tokens", "trained_tokens"):
         assert one[key] == two[key], key

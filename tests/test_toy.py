@@ -185,12 +185,12 @@ def test_stage_a_asks_for_employers_more_often_than_the_questions_do(library):
 
 
 def test_a_build_is_repeatable_and_reused_and_loads_with_transformers(form, tmp_path):
-    one = base_model.build(tmp_path / "one", 5, (2, 2))
+    one = base_model.build(tmp_path / "one", 5, (1, 1))
     torch.rand(1)  # what others draw changes nothing
-    other = base_model.build(tmp_path / "other", 5, (2, 2))
+    other = base_model.build(tmp_path / "other", 5, (1, 1))
     weights = [(folder / "model.safetensors").read_bytes() for folder in (one, other)]
     assert weights[0] == weights[1]
-    again = base_model.build(tmp_path / "one", 5, (2, 2), make=None)
+    again = base_model.build(tmp_path / "one", 5, (1, 1), make=None)
     assert again == one, "a second build would fail"
     model = AutoModelForCausalLM.from_pretrained(one)
     tokenizer = AutoTokenizer.from_pretrained(one)
