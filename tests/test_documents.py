@@ -36,11 +36,7 @@ LABELS = [
     ("gb2312", "gb18030", "朱镕基 㐂 𠮷"),
     ("GBK", "cp936", "镕"),
     ("shift_jis", "cp932", "①髙"),
-    ("euc-kr", "cp949", "똠방"),
-    ("big5", "big5hkscs", "㗎"),
     ("iso-8859-1", "cp1252", "“9 €”"),
-    ("iso-8859-9", "cp1254", "“ğ”"),
-    ("tis-620", "cp874", "“ไทย”"),
     ("x-user-defined", "cp1252", "cafÃ©"),
 ]
 
@@ -175,9 +171,8 @@ def test_a_word_file_is_read_and_a_torn_or_hostile_one_is_no_text():
     whole = word_file(said.format(1968) + table)
     text = reader.read(whole, "docx")
     assert text.startswith("born in 1968") and "| born in 68 | born in 70 |" in text
-    outside = word_file(
-        said.format("&x;"), '<!DOCTYPE x [<!ENTITY x SYSTEM "file:///etc/passwd">]>'
-    )
+    entity = '<!DOCTYPE x [<!ENTITY x SYSTEM "file:///etc/passwd">]>'
+    outside = word_file(said.format("&x;"), entity)
     for raw in (whole[:99], b"PK", outside):
         with pytest.raises(reader.NotText, match="DOCX that is damaged"):
             reader.read(raw, "docx")
@@ -209,9 +204,7 @@ def test_a_word_file_without_its_reader_is_refused_with_the_line_that_installs_i
 
 
 @needs_lxml
-def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
-    tmp_path, capsys, monkeypatch
-):
+def test_what_cannot_be_read_is_listed_and_refuses_no_folder(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(documents, "LARGEST_FILE", 99)
     folder = tmp_path / "notes"
     (folder / ".git").mkdir(parents=True)

@@ -27,9 +27,6 @@ def write(path, *lines):
     return str(path)
 
 
-# -------------------------------------------------------------------------------------------- files
-
-
 def test_both_forms_of_a_line_as_programs_write_them(tmp_path):
     """With a byte order mark, a carriage return and an empty line."""
     path = write(
@@ -83,9 +80,6 @@ def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
     assert len(str(error.value)) < 400
 
 
-# -------------------------------------------------------------------------- limits, several sets
-
-
 def test_a_limit_draws_from_all_sets_by_the_seed_and_keeps_the_order(tmp_path):
     one, other = (write(tmp_path / f"{n}.jsonl", *map(line, range(n))) for n in (40, 60))
     for spec in (one, f"{one}, {other}"):
@@ -97,9 +91,6 @@ def test_a_limit_draws_from_all_sets_by_the_seed_and_keeps_the_order(tmp_path):
     assert {q.source for q in some} == {one, other}
     sets = {name: load_questions(name) for name in (one, other)}
     assert [q.id for q in every] == [f"{name}/{q.id}" for name in sets for q in sets[name]]
-
-
-# ---------------------------------------------------------------------------------------- held out
 
 
 def test_no_question_is_in_both_parts(tmp_path):
@@ -117,9 +108,6 @@ def test_no_question_is_in_both_parts(tmp_path):
     assert [question.text for question in held_out] == ["q0?", "q1?", "q2?", "q3?"]
     assert len(train) == 32
     assert same_question(" Ｗho\nwas  it?!") == same_question("who was it.")
-
-
-# ------------------------------------------------------------------------------------------ the hub
 
 
 @pytest.fixture

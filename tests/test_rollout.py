@@ -86,16 +86,13 @@ def test_call_distil_answer():
         assert [logprob != 0 for logprob in sample.logprobs] == sample.mask
 
 
-@pytest.mark.parametrize("one", [True, numpy.float32(1), torch.tensor(1.0), torch.tensor([1])])
-def test_a_graders_number_is_a_float(one):
-    trajectory, _ = play([CALL, ANSWER], grade=lambda question, answer: one)
-    assert type(trajectory.reward) is float and trajectory.reward == 1.0
-
-
-@pytest.mark.parametrize("no_number", [math.nan, torch.ones(2), "much", 10**400])
-def test_a_grader_without_a_finite_number_is_told_so(no_number):
-    with pytest.raises(UserError, match="the grader returned"):
-        play([CALL, ANSWER], grade=lambda question, answer: no_number)
+def test_a_graders_finite_number_is_a_float_and_anything_else_is_refused():
+    for one in (True, numpy.float32(1), torch.tensor([1])):
+        trajectory, _ = play([CALL, ANSWER], grade=Mock(return_value=one))
+        assert type(trajectory.reward) is float and trajectory.reward == 1.0
+    for no_number in (math.nan, torch.ones(2), "much", 10**400):
+        with pytest.raises(UserError, match="the grader returned"):
+            play([CALL, ANSWER], grade=Mock(return_value=no_number))
 
 
 def test_a_step_that_ends_otherwise_gets_the_templates_end_of_turn(monkeypatch):
@@ -120,24 +117,6 @@ def test_system1_sees_packed_documents_and_the_purpose_and_is_trained_on_its_not
         documents = " ".join(f"<doc> {PAGES[i].text}" for i in chunk.documents)
         assert text(reader.sample, False) == f"<s1> {documents} <purpose> birth of ada baker <eot>"
         assert text(reader.sample, True) == "ada baker born 1968 . <eot>"
-
-
-def test_documents_are_encoded_once_for_all_attempts_and_beside_the_decoding(monkeypatch):
-    fresh = language.ToyFormat(FORMAT.tokenizer)
-    encode = fresh.encode
-    threads = []
-
-    def encoding(text):
-        if text == PAGES[0].text:
-            threads.append(threading.current_thread())
-        return encode(text)
-
-    fresh.encode = encoding
-    monkeypatch.setitem(globals(), "FORMAT", fresh)
-    first, _ = play([CALL, ANSWER])
-    second, _ = play([CALL, ANSWER], attempt=1)
-    assert len(threads) == 1 and threads[0] is not threading.main_thread()
-    assert first.turns[0].lengths == second.turns[0].lengths == [13, 8, 8]
 
 
 def test_a_long_document_is_cut_into_a_chunk_of_its_own():
@@ -276,9 +255,6 @@ def test_record_holds_the_whole_trajectory():
     assert list(turn["call"].values()) == ["search", "ada baker", "birth of ada baker"]
     assert [document["id"] for document in turn["documents"]] == ["d1", "d2", "d3"]
     assert turn["chunks"][0]["note"] == "ada baker born 1968 . <eot>"
-
-
-# ------------------------------------------------------------------ ranks that help each other
 
 
 def stage(say, search=lambda query: PAGES, **place):

@@ -52,11 +52,7 @@ def test_small_words_numbers_case_accents_and_other_scripts_are_found():
                 assert ids(find(unicodedata.normalize(form, query))) == [text], query
     for query in ("", "   ", "?!", "nothing here"):
         assert find(query) == []
-
-
-def test_a_search_takes_no_gpu():
-    """bm25s imports JAX where that is installed."""
-    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    assert os.environ["JAX_PLATFORMS"] == "cpu", "bm25s imports JAX where that is installed"
 
 
 words = st.lists(st.sampled_from("a b c 1 22 the zebra".split()), max_size=8).map(" ".join)
@@ -271,13 +267,7 @@ UNREADABLE = [
 def test_no_page_read_at_all_is_a_failed_search_and_says_nothing_of_theirs(
     server, tmp_path, waits, reply
 ):
-    links = [
-        "http://a.test/",
-        "http://[bad",
-        "http://half\ud83d.test/",
-        f"http://{EVIL}",
-        f"{EVIL}://x",
-    ]
+    links = ["http://a.test/", "http://[bad", "http://half\ud83d.test/", f"http://{EVIL}"]
     server.replies = [found(*links, ""), reply]
     with pytest.raises(ToolError, match=f"none of the {len(links)} pages") as caught:
         serper(tmp_path, pages="jina", k=9)("ada")

@@ -20,9 +20,6 @@ def form():
     return language.ToyFormat(language.make_tokenizer())
 
 
-# -------------------------------------------------------------- worlds and questions
-
-
 def test_training_and_evaluation_ask_about_different_facts():
     training, held_out = (world.world(split, 0).facts for split in ("train", "eval"))
     # A name may stand in both worlds. Its values are drawn anew.
@@ -61,9 +58,6 @@ def test_the_plan_leads_to_the_answer():
             assert int(year) - int(birth) == int(plan.answer)
         else:
             assert plan.answer == last
-
-
-# ---------------------------------------------------------------------- the language
 
 
 def spoken(form, text):
@@ -124,9 +118,6 @@ def test_calls_answers_and_what_is_malformed(form):
         assert form.parse(spoken(form, text), final=True).error or text.startswith("ada")
 
 
-# -------------------------------------------------------------------- demonstrations
-
-
 @pytest.fixture(scope="module")
 def library():
     return base_model.Library("test")
@@ -172,16 +163,6 @@ def test_the_librarys_search_finds_the_facts_and_a_flawless_demonstration_is_rig
         assert pieces[-1][0] == f"<answer> {plan.answer} <eot>" or not found
         known += found
     assert known >= 198
-
-
-def test_stage_a_asks_for_employers_more_often_than_the_questions_do(library):
-    rng = random.Random(0)
-    texts = [base_model.skill_trajectory(library, rng)[0][0] for _ in range(1000)]
-    share = sum("which firm employs" in text for text in texts) / len(texts)
-    assert 0.2 < share < 0.3
-
-
-# -------------------------------------------------------------------- the base model
 
 
 def test_a_build_is_repeatable_and_reused_and_loads_with_transformers(form, tmp_path):

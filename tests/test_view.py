@@ -25,9 +25,6 @@ HOSTILE = [
 MARS = {"sys2": "System 2", "sys1": "Read $\\x$"}  # a name that looks like a formula
 
 
-# ----------------------------------------------------------------------------- fakes
-
-
 def fake_record(trajectory: int, reward: float | None, **known) -> dict:
     """An attempt that searches once. Documents 1 and 2 share a chunk, and document 0 is cut."""
     advantage = 0.0 if reward is None else (reward - 0.375) / 0.484
@@ -87,9 +84,6 @@ def fake_run(path: Path, *, steps: int = 40) -> Path:
     return path
 
 
-# --------------------------------------------------------------- reading a page back
-
-
 class Reader(html.parser.HTMLParser):
     """Collects the text of a page and its tags. It fails at comments and at wrong nesting."""
 
@@ -137,9 +131,6 @@ def poison(value, text: str):
 FAST = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 PIECE = st.sampled_from(HOSTILE) | st.text(st.characters(exclude_categories=()), max_size=12)
 TEXT = st.lists(PIECE, min_size=1, max_size=4).map("".join)
-
-
-# -------------------------------------------------------------------------- the page
 
 
 @FAST

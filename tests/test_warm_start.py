@@ -56,9 +56,6 @@ def cross_entropy(stock, samples):
     return losses
 
 
-# ---------------------------------------------------------------- the loss
-
-
 # An optimizer that leaves the gradient to be looked at.
 NO_STEP = SimpleNamespace(zero_grad=lambda set_to_none: None, step=lambda: None)
 
@@ -87,9 +84,6 @@ def test_loss_and_gradient_are_those_of_cross_entropy(capacity):
         policy.model.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="lower --lr"):  # the gradient is no number
         warm_start.learn(policy, NO_STEP, batch_of(samples), options, CPU)
-
-
-# ---------------------------------------------------------------- demonstrations in a file
 
 
 def learned(sample, tok):
@@ -191,9 +185,6 @@ def test_every_demonstration_comes_once_a_round(tmp_path):
     said = [learned(sample, tok).removesuffix("<|im_end|>") for sample in drawn]
     assert sorted(said[:5]) == sorted(said[5:]) == texts
     assert said[:5] != said[5:]
-
-
-# ---------------------------------------------------------------- the command
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,6 @@ from plumbing import models
 from tasks.questions import load_set
 from tools import ToolError, web
 
-# Failures ----------------------------------------------------------------------------------------
-
 
 @contextlib.contextmanager
 def fails(match):
@@ -195,9 +193,6 @@ def test_an_environment_of_no_use_is_one_sentence_that_does_not_show_it(
     with pytest.raises(UserError, match=variable) as caught:
         serper(tmp_path)
     assert "pw" not in str(caught.value)
-
-
-# The cache, and equal requests -------------------------------------------------------------------
 
 
 def kept(tmp_path):
