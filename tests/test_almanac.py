@@ -105,9 +105,8 @@ def test_countries_attributes_and_questions_are_split(world):
         assert question.fact.country in world.parts[part]
         assert question.fact.attribute in GROUPS[group]
         assert question.golden_answers == question.fact.golds
-        assert not any(
-            almanac_world.has_words(question.text, gold) for gold in question.golden_answers
-        )
+        for gold in question.golden_answers:
+            assert not almanac_world.has_words(question.text, gold)
 
 
 def playing(**limits):

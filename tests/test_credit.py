@@ -243,9 +243,7 @@ def test_every_step_asks_of_every_set():
         (6, 4, 0, 1, dict(enumerate(["q2", "q3", "q0", "q1", "q2#2", "q3#2"]))),
     ],
 )
-def test_ranks_share_out_a_steps_questions_and_one_that_comes_twice_is_drawn_anew(
-    count, known, rank, ranks, told
-):
+def test_ranks_share_out_a_steps_questions(count, known, rank, ranks, told):
     config = mars.MarsConfig(questions=count)
     run = SimpleNamespace(config=config, rank=rank, ranks=ranks, resampled=0)
     run.question = lambda i: Question(f"q{i % known}", "?", ("x",), "own")

@@ -13,8 +13,6 @@ from loopback import needs_lxml, needs_markitdown, needs_pypdf
 from config import UserError
 from tools import Document, documents, reader
 
-# Characters --------------------------------------------------------------------------------------
-
 
 def test_text_is_decoded_by_its_mark_or_as_utf_8_or_else_as_windows_1252():
     for raw in (*("café".encode(code) for code in ("utf-8", "utf-8-sig", "utf-16")), b"caf\xe9"):
@@ -52,9 +50,6 @@ def test_html_is_decoded_as_it_declares(page):
 def test_labels_mean_what_they_mean_to_browsers(label, encoding, text):
     page = f'<meta http-equiv=content-type content="text/html; charset={label}">{text}'
     assert reader.html_to_text(page.encode(encoding)) == text
-
-
-# HTML --------------------------------------------------------------------------------------------
 
 
 def table(*rows):
@@ -121,9 +116,6 @@ def test_a_text_without_end_is_cut():
     assert text == "é" * reader.MOST_CHARACTERS + "\n" + reader.CUT
 
 
-# PDF ---------------------------------------------------------------------------------------------
-
-
 # By hand, without the table of its objects, which pypdf makes anew.
 PDF = b"""%PDF-1.4
 1 0 obj << /Type /Catalog /Pages 2 0 R >> endobj
@@ -150,8 +142,6 @@ def test_a_pdf_is_read_page_by_page_and_a_damaged_one_is_no_text():
     with pytest.raises(reader.NotText, match="PDF that is damaged"):
         reader.read(PDF[:50], "pdf")
 
-
-# Word files and slides ---------------------------------------------------------------------------
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 
@@ -200,9 +190,6 @@ def test_a_word_file_without_its_reader_is_refused_with_the_line_that_installs_i
         documents.read_documents(tmp_path / "a.docx")
 
 
-# Files -------------------------------------------------------------------------------------------
-
-
 @needs_lxml
 def test_what_cannot_be_read_is_listed_and_refuses_no_folder(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(documents, "LARGEST_FILE", 99)
@@ -238,9 +225,6 @@ def test_what_cannot_be_read_is_listed_and_refuses_no_folder(tmp_path, capsys, m
 def test_titles_are_one_line_without_control_characters():
     made = documents.make_document("1", "A\n# B (https://b.test)\u202e\x1b]0;x\x07", "u\nv", "t\n")
     assert made == Document("1", "A # B (https://b.test) ]0;x", "u v", "t\n")
-
-
-# Passages ----------------------------------------------------------------------------------------
 
 
 def numbered(count):

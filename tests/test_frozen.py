@@ -73,12 +73,13 @@ def same(model, folder: Path) -> bool:
     return all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
 
 
-@pytest.mark.parametrize("asked", ["", "checkpoint", "state/step_000002/model"])
+@pytest.mark.parametrize("asked", ["", "best", "state/step_000002/model"])
 def test_an_evaluation_plays_each_role_with_its_own_model(run, base, asked, played):
     """Whatever folder of the run is named."""
     assert command("eval", run / asked, "--runs", run.parent, "--name", "eval", grade=half) == 0
     system2, system1 = played
     assert same(system1, base) and same(system2, run / "checkpoint") and not same(system2, base)
+    assert models.run_of(run / "frozen") is None, "it is what the run began with"
     table = json.loads((run.parent / "eval" / "table.json").read_text())
     assert table[-1]["accuracy"] == metrics(run)[-1]["eval_accuracy"]
 
@@ -128,9 +129,7 @@ def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played, stat
     ],
     indirect=["products_by"],
 )
-def test_a_resumed_run_does_not_notice_what_became_of_its_start(
-    products_by, options, base, tmp_path
-):
+def test_a_resumed_run_needs_no_start(products_by, options, base, tmp_path):
     """Adapters and the KL term go on beside what the run began with; else --model may be gone."""
     begin = shutil.copytree(base, tmp_path / "start")
     line = ["--model", begin, "--name", "x", "--steps", 2, *SMALL, *options.split(), "--lr", 1e-3]
@@ -159,12 +158,3 @@ def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, capsys):
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "frozen" in said
     assert before == [path.read_bytes() for path in logs]
-
-
-def test_a_folder_is_known_by_where_it_lies_and_not_by_its_name(run, tmp_path, monkeypatch):
-    link = tmp_path / "best"
-    link.symlink_to(run / "checkpoint")
-    assert models.run_of(link) == run
-    monkeypatch.chdir(run / "state")
-    assert models.run_of(Path("step_000002")) == models.run_of(Path(".")) == run
-    assert models.run_of(run / "frozen") is None, "it is what the run began with"

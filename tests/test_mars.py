@@ -164,9 +164,7 @@ def test_ranks_wait_on_the_cpu_longer_than_on_gpus(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_saves_at_the_end_of_the_step_and_asks_to_be_started_again(
-    trained, base, tmp_path, ranks
-):
+def test_sigterm_saves_and_asks_to_be_started_again(trained, base, tmp_path, ranks):
     """On one of several ranks too. One command starts and goes on; later signals are harmless."""
     folder = tmp_path / "x"
     more = ["--runs", tmp_path, "--name", "x", "--resume"]
@@ -278,19 +276,6 @@ def test_what_ends_a_run_is_one_sentence_with_advice(monkeypatch, capsys, fault,
     assert said.count("\n") == 1 and sorted(words, key=said.index) == words
 
 
-def test_other_arms_than_the_default(base, tmp_path):
-    """A frozen System 1 has runs of its own in test_frozen.py; a run may also have no System 1."""
-    arm = {"balance": "none", "shared_group": True, "importance": "token", "loss_mean": "token"}
-    method = dataclasses.replace(mars.METHOD, presets={"arm": arm})
-    line = ["--model", base, "--runs", tmp_path, "--name", "arm", "--steps", 1, *SMALL]
-    assert run(*line, "--eval_questions", 2, "--preset", "arm", method=method, grade=half) == 0
-    records = [r for r in records_of(tmp_path / "arm", 0) if r["split"] == "train"]
-    chunks = [(r, chunk) for r in records for turn in r["turns"] for chunk in turn["chunks"]]
-    assert chunks
-    for record, chunk in chunks:
-        assert chunk["drawn"] == 1 and chunk["advantage"] == record["advantage"]
-
-
 # ---------------------------------------------------------------------------- what cannot start
 
 # A command line, and words of the sentence that refuses it.
@@ -306,9 +291,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("line, words", BAD)
-def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
-    base, tmp_path, monkeypatch, capsys, line, words
-):
+def test_bad_input_is_one_sentence_and_exit_2(base, tmp_path, monkeypatch, capsys, line, words):
     monkeypatch.chdir(tmp_path)
     for variable in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
         monkeypatch.delenv(variable, raising=False)
@@ -393,9 +376,7 @@ def test_eval_and_ask(copied, capsys):
     assert right == {kind: right for kind, (right, _) in last["eval_greedy_by_kind"].items()}
 
 
-def test_a_conversation_asks_line_after_line_and_ctrl_c_stops_an_answer(
-    trained, monkeypatch, capsys
-):
+def test_a_conversation_asks_line_after_line(trained, monkeypatch, capsys):
     """Each is answered as if asked alone; a line that is no text is refused, and not the rest."""
     question = "when was ada baker born ?"
     answer, advance = evaluation.answer, driver.Driver._advance
@@ -489,9 +470,7 @@ def test_an_evaluation_goes_on_where_it_was_ended(copied, monkeypatch, tmp_path,
     assert [text.count("\n") for text in files] == [9, 9]
 
 
-def test_questions_without_an_answer_are_answered_and_have_no_accuracy(
-    base, own, monkeypatch, capsys, refused
-):
+def test_questions_without_an_answer_are_answered(base, own, monkeypatch, capsys, refused):
     asked = ["when was ada baker born ?", "what does ada baker enjoy ?", "who is ada baker ?"]
     lines = [{"id": f"q{i}", "question": text} for i, text in enumerate(asked)]
     answered = [lines[0], lines[1] | {"answer": "chess"}, lines[2]]
@@ -603,9 +582,7 @@ def broken(*given):
     raise ToolError("no route to the service")
 
 
-def test_a_judge_that_is_away_stops_the_run_with_its_state_whole(
-    trained, copied, base, monkeypatch, refused
-):
+def test_a_judge_that_is_away_stops_the_run(trained, copied, base, monkeypatch, refused):
     """Else it would train on nothing, and failures would look like wrong answers."""
     monkeypatch.setattr(outside.grading, "grader", lambda name: broken)
     line = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 6, *SMALL]
@@ -618,9 +595,7 @@ def test_a_judge_that_is_away_stops_the_run_with_its_state_whole(
     assert (copied / "blind/table.json").exists()
 
 
-def test_a_cap_on_calls_stops_a_run_that_goes_on_with_the_same_command(
-    base, server, tmp_path, refused
-):
+def test_a_capped_run_goes_on_with_the_same_command(base, server, tmp_path, refused):
     server.replies = [GOOD]
     options = ["--model", base, "--runs", tmp_path, "--steps", 2, *SMALL, "--eval_questions", 2]
     options += ["--search", "serper", "--tools", "search"]
@@ -692,9 +667,7 @@ def test_a_rank_that_ends_is_one_sentence_of_the_others(tmp_path):
     assert "another process of this run has ended" in said and "Traceback" not in said
 
 
-def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
-    trained, base, tmp_path, monkeypatch, refused
-):
+def test_a_step_without_tools_is_not_trained_on(trained, base, tmp_path, monkeypatch, refused):
     line = ["--model", base, "--runs", tmp_path, "--name", "blind", "--steps", 4, *SMALL]
     search, report = outside.search.local, logbook.report
     reported = []
@@ -728,9 +701,7 @@ def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
         (0, 16, 7, 29, [7, 14, 16, 21, 28, 29]),
     ],
 )
-def test_an_hour_or_ten_steps_do_not_pass_without_a_state(
-    monkeypatch, pause, eval_every, keep_every, steps, saved
-):
+def test_no_hour_passes_without_a_state(monkeypatch, pause, eval_every, keep_every, steps, saved):
     """Nor an evaluation. `pause` hours pass between any two looks at the clock."""
     hours = itertools.count(0, pause)
     monkeypatch.setattr(train, "time", Mock(monotonic=lambda: 3600 * next(hours)))

@@ -108,9 +108,7 @@ MISMATCHED = [
 
 
 @pytest.mark.parametrize("mutate, options, steps", MISMATCHED)
-def test_a_mismatched_sampler_stops_the_run(
-    base, tmp_path, monkeypatch, capsys, mutate, options, steps
-):
+def test_a_mismatch_stops_the_run(base, tmp_path, monkeypatch, capsys, mutate, options, steps):
     mutate(monkeypatch)
     where = ["--model", str(base), "--runs", str(tmp_path), "--name", "x"]
     given = [*where, *SMALL, "--steps", "2", *options.split()]

@@ -130,13 +130,12 @@ def hub(monkeypatch, tmp_path):
 
 
 def test_short_names_and_their_splits(hub):
-    evaluated = "nq/test triviaqa/test popqa/test hotpotqa/dev 2wikimultihopqa/dev musique/dev"
-    for file in f"{evaluated} bamboogle/test nq/train 2wikimultihopqa/train".split():
+    files = "nq/test triviaqa/test popqa/test hotpotqa/dev 2wikimultihopqa/dev musique/dev".split()
+    files.append("bamboogle/test")
+    for file in [*files, "nq/train", "2wikimultihopqa/train"]:
         hub[f"{FLASHRAG}/{file}.jsonl"] = line(file)
     seven = load_questions("nq,triviaqa,popqa,hotpotqa,2wiki,musique,bamboogle")
-    assert [q.id.split("/", 1)[1] for q in seven] == [
-        f"test_{file}" for file in f"{evaluated} bamboogle/test".split()
-    ]
+    assert [q.id.split("/test_")[1] for q in seven] == files
     train = load_questions(f"nq/train,hub:{FLASHRAG}/2wikimultihopqa/train.jsonl")
     assert [q.id.rpartition("_")[2] for q in train] == ["nq/train", "2wikimultihopqa/train"]
 

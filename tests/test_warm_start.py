@@ -233,9 +233,7 @@ def test_fp32_on_cuda_is_refused_before_anything_is_loaded(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("given, code", [({"model": "nowhere"}, 2), ({}, 130)])
-def test_a_start_that_is_missing_and_an_interrupt_leave_nothing(
-    command, tmp_path, capsys, monkeypatch, given, code
-):
+def test_what_ends_early_leaves_nothing(command, tmp_path, capsys, monkeypatch, given, code):
     monkeypatch.setattr(warm_start, "learn", Mock(side_effect=KeyboardInterrupt))
     assert command(**given) == code
     said = capsys.readouterr().err

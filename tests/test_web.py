@@ -44,9 +44,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_may_pass_is_tried_again_and_never_kept_or_taken_for_nothing_found(
-    server, tmp_path, waits, bad
-):
+def test_what_may_pass_is_tried_again_and_never_kept(server, tmp_path, waits, bad):
     server.replies = [bad]
     find = serper(tmp_path, tries=3)
     with fails("3 tries"):
@@ -64,9 +62,7 @@ def test_what_may_pass_is_tried_again_and_never_kept_or_taken_for_nothing_found(
         (302, 137, lambda key: key.replace("/", "\\/")),
     ],
 )
-def test_a_refusal_is_final_and_shows_no_part_of_the_key_however_a_service_writes_it(
-    server, tmp_path, waits, monkeypatch, status, before, write
-):
+def test_a_final_refusal_shows_no_key(server, tmp_path, waits, monkeypatch, status, before, write):
     key = 'AbC/12"34\\xyz'
     monkeypatch.setenv("SERPER_API_KEY", key)
     said = f"no credit {'.' * before}{write(key)}\n{'x' * 999}"
@@ -167,9 +163,7 @@ def drips(handler):
     "reply, timeout, why",
     [(hangs, 0.2, "timed out"), (drips, 0.6, "too long"), (says("x" * 10**6), 60, "too long")],
 )
-def test_a_service_that_is_silent_slow_or_endless_fails(
-    server, tmp_path, waits, monkeypatch, reply, timeout, why
-):
+def test_a_slow_service_fails(server, tmp_path, waits, monkeypatch, reply, timeout, why):
     monkeypatch.setattr(web, "ANSWER_BYTES", 10**5)
     server.replies = [reply]
     with fails(f"{why}.*, 2 tries"):
@@ -185,9 +179,7 @@ USELESS = [
 
 
 @pytest.mark.parametrize("variable, value", USELESS)
-def test_an_environment_of_no_use_is_one_sentence_that_does_not_show_it(
-    server, tmp_path, monkeypatch, variable, value
-):
+def test_a_useless_environment_is_not_shown(server, tmp_path, monkeypatch, variable, value):
     monkeypatch.delenv("no_proxy")
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=variable) as caught:
