@@ -79,6 +79,8 @@ def test_an_evaluation_plays_each_role_with_its_own_model(run, base, asked, play
     assert command("eval", run / asked, "--runs", run.parent, "--name", "eval", grade=half) == 0
     system2, system1 = played
     assert same(system1, base) and same(system2, run / "checkpoint") and not same(system2, base)
+    (run.parent / "link").symlink_to(run / "checkpoint")
+    assert models.run_of(run.parent / "link") == run, "by where it lies, not by its name"
     assert models.run_of(run / "frozen") is None, "it is what the run began with"
     table = json.loads((run.parent / "eval" / "table.json").read_text())
     assert table[-1]["accuracy"] == metrics(run)[-1]["eval_accuracy"]

@@ -578,8 +578,7 @@ def test_right_attempts_become_demonstrations_that_are_learned(trained, base, tm
 # ------------------------------------------------------------------------- what ends a run early
 
 
-def broken(*given):
-    raise ToolError("no route to the service")
+broken = Mock(side_effect=ToolError("no route to the service"))
 
 
 def test_a_judge_that_is_away_stops_the_run(trained, copied, base, monkeypatch, refused):

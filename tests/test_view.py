@@ -91,9 +91,6 @@ class Reader(html.parser.HTMLParser):
 
     unknown_decl = handle_pi = handle_comment
 
-    def said(self) -> str:
-        return "".join(self.text)
-
 
 def page_of(tmp_path, *records) -> bytes:
     return pages.write(tmp_path / "page.html", "A page", [list(records)], MARS).read_bytes()
@@ -119,7 +116,7 @@ def test_hostile_text_stays_text(tmp_path, text):
     right = fake_record(0, 1.0)
     wrong = fake_record(1, 0.0)
     reader = Reader(page_of(tmp_path, poison(right, text), poison(wrong, text)))
-    said = reader.said()
+    said = "".join(reader.text)
     assert "ada baker" + pages.plain(text) in said, "nothing of it is lost"
     assert pages.plain(said) == said, "nowhere a hidden character"
     clean = Reader(page_of(tmp_path, right, wrong))

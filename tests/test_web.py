@@ -187,16 +187,12 @@ def test_a_useless_environment_is_not_shown(server, tmp_path, monkeypatch, varia
     assert "pw" not in str(caught.value)
 
 
-def kept(tmp_path):
-    return [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
-
-
 def test_good_answers_are_kept_without_the_key(server, tmp_path):
     server.replies = [GOOD, says(ECHO)]
     first = serper(tmp_path)("ada")
     assert serper(tmp_path)("ada") == first and len(server.requests) == 1
     assert serper(tmp_path)("  ") == [] and len(server.requests) == 1
-    (file,) = kept(tmp_path)
+    (file,) = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     request = json.dumps([f"{server.url}/search", {"num": 5, "q": "ada"}])
     assert file.name == hashlib.sha256(request.encode()).hexdigest()
     assert KEY not in file.read_text()
