@@ -250,27 +250,6 @@ def test_ranks_share_out_a_steps_questions(count, known, rank, ranks, told):
     assert {place: one.id for place, one in train.questions_of(run, 3)[rank]} == told
 
 
-class Ranks:
-    """Ranks as threads, which sum together."""
-
-    def __init__(self, count: int):
-        self.barrier = threading.Barrier(count)
-        self.parts = []
-
-    def sum_over_ranks(self, sums: dict) -> Counter:
-        self.parts.append(sums)
-        self.barrier.wait(60)
-        total = sum(map(Counter, self.parts), Counter())
-        if self.barrier.wait(60) == 0:
-            self.parts.clear()
-        self.barrier.wait(60)
-        return total
-
-    def run(self, function) -> list:
-        with ThreadPoolExecutor(self.barrier.parties) as threads:
-            return list(threads.map(function, range(self.barrier.parties)))
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.data())
 def test_further_questions_are_played_until_enough_groups_differ_on_any_number_of_ranks(flat, data):
@@ -299,11 +278,22 @@ def test_further_questions_are_played_until_enough_groups_differ_on_any_number_o
             results.append((set(run.asked), places, run.resampled))
         return results
 
-    together = Ranks(ranks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "sum_over_ranks", together.sum_over_ranks)
+    barrier, parts = threading.Barrier(ranks), []
+
+    def sum_over_ranks(sums: dict) -> Counter:
+        """Ranks are threads here."""
+        parts.append(sums)
+        barrier.wait(60)
+        total = sum(map(Counter, parts), Counter())
+        if barrier.wait(60) == 0:
+            parts.clear()
+        barrier.wait(60)
+        return total
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(ranks) as threads:
+        patch.setattr(train, "sum_over_ranks", sum_over_ranks)
         patch.setattr(train, "play_batch", play)
-        found = together.run(steps)
+        found = list(threads.map(steps, range(ranks)))
     position = 0
     for step, told in enumerate(zip(*found)):
         rounds = [count]

@@ -276,8 +276,6 @@ def test_what_ends_a_run_is_one_sentence_with_advice(monkeypatch, capsys, fault,
     assert said.count("\n") == 1 and sorted(words, key=said.index) == words
 
 
-# ---------------------------------------------------------------------------- what cannot start
-
 # A command line, and words of the sentence that refuses it.
 BAD = [
     ("--kv_tokens 95 --sys2_context 95", "--kv_tokens"),  # no whole page
@@ -712,9 +710,6 @@ def test_no_hour_passes_without_a_state(monkeypatch, pause, eval_every, keep_eve
     config = mars.MarsConfig(steps=steps, eval_every=eval_every, keep_every=keep_every)
     assert train.train(Mock(config=config, rank=1), []) == 0
     assert found == saved
-
-
-# ------------------------------------------------------------------------------------ a live view
 
 
 def test_a_folder_with_a_trackers_name_is_not_its_package(tmp_path, monkeypatch, capsys):

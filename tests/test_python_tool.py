@@ -106,13 +106,11 @@ def reports():
     return found
 
 
-@pytest.mark.parametrize("who", ["own user", "ordinary user", "unused user"])
-def test_no_program_reaches_a_witness(reports, who):
-    if who not in reports:
-        pytest.skip("needs root and ATTACK_AS_EVERYONE=1")
-    reached = reports[who]["reached"]
-    assert len(reached) == PROGRAMS.count("\n### ") >= 60
-    assert {name: hits for name, hits in reached.items() if hits} == {}
+def test_no_program_reaches_a_witness(reports):
+    for who in reports.keys() - {"no lock"}:
+        reached = reports[who]["reached"]
+        assert len(reached) == PROGRAMS.count("\n### ") >= 60
+        assert {name: hits for name, hits in reached.items() if hits} == {}, who
 
 
 @needs_root

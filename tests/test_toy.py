@@ -210,6 +210,3 @@ def test_the_loss_sees_trained_tokens_only(library, form, monkeypatch):
     assert base_model.backward(model, samples) == pytest.approx(mean.item(), abs=1e-5)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
-    model.zero_grad()
-    base_model.train(model, "test", [lambda: samples], 10, 5e-3, 2)
-    assert base_model.backward(model, samples) < mean.item() - 1
