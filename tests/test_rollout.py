@@ -119,6 +119,15 @@ def test_system1_sees_packed_documents_and_the_purpose_and_is_trained_on_its_not
         assert text(reader.sample, True) == "ada baker born 1968 . <eot>"
 
 
+def test_documents_are_encoded_once_for_all_attempts(monkeypatch):
+    fresh = language.ToyFormat(FORMAT.tokenizer)
+    fresh.encode = Mock(wraps=fresh.encode)
+    monkeypatch.setitem(globals(), "FORMAT", fresh)
+    for attempt in range(2):
+        play([CALL, ANSWER], attempt=attempt)
+    assert [call.args[0] for call in fresh.encode.mock_calls].count(PAGES[0].text) == 1
+
+
 def test_a_long_document_is_cut_into_a_chunk_of_its_own():
     long = [Document("long", "", "", "ada " * 200), PAGES[2]]
     trajectory, _ = play([CALL, ANSWER], search=lambda query: long, sys1_prompt=30)
