@@ -80,9 +80,6 @@ def as_ids(format, text):
     return format.tokenizer.encode(text, add_special_tokens=False)
 
 
-# ------------------------------------------------------------------------------- contexts only grow
-
-
 @pytest.mark.parametrize("kind", ["qwen2.5", "llama", "strict"])
 @settings(max_examples=60)
 @given(
@@ -99,17 +96,12 @@ def test_the_context_is_what_the_template_renders(kind, question, steps):
     end = format.close_step()
     sampled_at = []
     for step, note, final in steps:
-        # Encoded piece by piece, as a sampler may well split words. An "x" at either end:
-        # templates trim what is said.
-        step, note = (
-            [i for piece in ["x", *pieces, "x"] for i in format.encode(piece)]
-            for pieces in (step, note)
-        )
+        # Piece by piece, as a sampler may split words; "x" at either end, which templates trim.
+        step, note = (sum(map(format.encode, ["x", *said, "x"]), []) for said in (step, note))
         sampled_at.append((len(context), step))
         context = context + step + end + format.observation([note], final=final)
-        messages += format._round(
-            format.text(step), format.text(note) + ("\n\n" + mars.FINAL) * final
-        )
+        demand = f"\n\n{mars.FINAL}" * final
+        messages += format._round(format.text(step), format.text(note) + demand)
     assert format.text(context) == render(messages, format.tokenizer, True)
     for place, step in sampled_at:
         assert context[place : place + len(step)] == step
@@ -121,12 +113,8 @@ def test_spliced_ids_are_those_of_the_whole_rendered_text():
     # A step's thoughts stay in its own context.
     step = "<think>\nhm\n</think>\n\nlet me see <tool_call>x</tool_call>"
     note = "ada baker joined in 1968"
-    context = (
-        format.prompt("sys2", question="Who is it?")
-        + as_ids(format, step)
-        + format.close_step()
-        + format.observation([format.encode(note)])
-    )
+    context = format.prompt("sys2", question="Who is it?") + as_ids(format, step)
+    context += format.close_step() + format.observation([format.encode(note)])
     messages = ask(format, "Who is it?") + format._round(step, note)
     assert context == as_ids(format, render(messages, format.tokenizer, True))
 
@@ -190,9 +178,6 @@ def test_a_thought_that_the_template_opens_stands_before_every_step():
         reader_prompt = format.prompt("sys1", chunk=[], purpose="p", question="q")
         for tokens in (format.prompt("sys2", question="Q"), note, reader_prompt):
             assert format.text(tokens).endswith(tail)
-
-
-# -------------------------------------------------------------------------- what stands in a prompt
 
 
 def test_observation_joins_notes_and_demands():
@@ -259,9 +244,6 @@ def test_no_text_becomes_a_mark(text):
     assert not set(encoded) & set(format._control)
 
 
-# -------------------------------------------------------------------------------------------- notes
-
-
 @pytest.mark.parametrize(
     "kind, sampled, note",
     [
@@ -277,9 +259,6 @@ def test_no_text_becomes_a_mark(text):
 def test_a_note_is_what_was_said_without_thoughts_and_marks(kind, sampled, note):
     format = formats(kind)
     assert format.text(format.note(as_ids(format, sampled))).strip(" ") == note
-
-
-# ------------------------------------------------------------------------------------------ parsing
 
 
 def call(name="search", arguments=None, **more):

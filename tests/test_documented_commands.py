@@ -52,7 +52,7 @@ FILL |= {r"\b(CKPT|RUN|runs/NAME)\b": "runs/toy", "FOLDER": "notes"}
 READ_ONLY = {
     "Qwen/": "a download",
     "--preset paper": "keys, eight GPUs",
-    "torchrun": "several processes: test_mars.py starts them",
+    "torchrun": "several processes: test_mars.py starts two",
     "--server": "a vLLM server",
     "almanac": "a download and half an hour or more",
     "warm": "a download",

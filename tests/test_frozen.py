@@ -11,7 +11,6 @@ from test_mars import run as command
 
 import train
 from plumbing import models, start
-from sampler import Sampler
 from trainer import load_model
 
 FROZEN = ["--system1", "frozen", "--kl_beta", "0.01", "--inner_steps", "1"]
@@ -32,7 +31,7 @@ def trained(base, products_by, tmp_path_factory):
 
 def test_each_sampler_lends_its_pool_to_the_update(base, tmp_path, monkeypatch):
     """And forgets its pages, also of the frozen role, or a resumed run would have other bits."""
-    update, load = train.update, Sampler.load_weights
+    update = train.update
     lent = []
 
     def watched_update(run, *rest):
@@ -42,12 +41,7 @@ def test_each_sampler_lends_its_pool_to_the_update(base, tmp_path, monkeypatch):
         lent.append(frozen)
         return update(run, *rest)
 
-    def watched_load(self, model):
-        assert all(parameter.grad is None for parameter in model.parameters())
-        load(self, model)
-
     monkeypatch.setattr(train, "update", watched_update)
-    monkeypatch.setattr(Sampler, "load_weights", watched_load)
     line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 2, *SMALL]
     assert command(*line, *FROZEN, grade=half) == 0
     assert len(lent) == 2
@@ -79,12 +73,15 @@ def same(model, folder: Path) -> bool:
     return all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
 
 
-@pytest.mark.parametrize("asked", ["", "checkpoint", "state/step_000002/model"])
+@pytest.mark.parametrize("asked", ["", "best", "state/step_000002/model"])
 def test_an_evaluation_plays_each_role_with_its_own_model(run, base, asked, played):
     """Whatever folder of the run is named."""
     assert command("eval", run / asked, "--runs", run.parent, "--name", "eval", grade=half) == 0
     system2, system1 = played
     assert same(system1, base) and same(system2, run / "checkpoint") and not same(system2, base)
+    (run.parent / "link").symlink_to(run / "checkpoint")
+    assert models.run_of(run.parent / "link") == run, "by where it lies, not by its name"
+    assert models.run_of(run / "frozen") is None, "it is what the run began with"
     table = json.loads((run.parent / "eval" / "table.json").read_text())
     assert table[-1]["accuracy"] == metrics(run)[-1]["eval_accuracy"]
 
@@ -102,6 +99,11 @@ def test_a_run_without_its_frozen_model_says_what_to_do(run, base, played, capsy
     assert command("eval", run, "--runs", run.parent, "--system1", "train") == 0
     (both,) = played
     assert same(both, run / "checkpoint")
+    (run / "frozen").symlink_to("nowhere")
+    logs = [run / "metrics.jsonl", *(run / "rollouts").iterdir()]
+    before = [path.read_bytes() for path in logs]
+    assert resume(run, run / "nowhere", 3) == 2 and "frozen" in capsys.readouterr().err
+    assert before == [path.read_bytes() for path in logs], "it is told before anything is changed"
 
 
 def resume(run: Path, begin: Path, steps: int) -> int:
@@ -112,21 +114,17 @@ def resume(run: Path, begin: Path, steps: int) -> int:
     return command(*line, *FROZEN, "--resume", grade=half)
 
 
-def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played):
-    """Not with what the start has become in the meantime."""
-    assert resume(run, run / "checkpoint", 3) == 0
+@pytest.mark.parametrize("states", [True, False], ids=["with a state", "before its first state"])
+def test_a_resumed_run_goes_on_with_its_own_frozen_model(run, base, played, states):
+    """Not with what the start has become, or although it is gone, as after a kill at first."""
+    if not states:
+        shutil.rmtree(run / "state")
+        (run / "checkpoint").unlink()
+    start, steps = (run / "checkpoint", 3) if states else (run / "nowhere", 1)
+    assert resume(run, start, steps) == 0
     _, system1 = played
     assert same(system1, base)
-
-
-def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, base, played):
-    """As after a kill in its first steps, although the start is gone."""
-    shutil.rmtree(run / "state")
-    (run / "checkpoint").unlink()
-    assert resume(run, run / "nowhere", 1) == 0
-    _, system1 = played
-    assert same(system1, base)
-    assert [line["step"] for line in metrics(run)] == [0]
+    assert [line["step"] for line in metrics(run)] == [*range(steps)]
 
 
 @pytest.mark.parametrize(
@@ -138,9 +136,7 @@ def test_before_its_first_state_a_resumed_run_begins_with_its_own_start(run, bas
     ],
     indirect=["products_by"],
 )
-def test_a_resumed_run_does_not_notice_what_became_of_its_start(
-    products_by, options, base, tmp_path
-):
+def test_a_resumed_run_needs_no_start(products_by, options, base, tmp_path):
     """Adapters and the KL term go on beside what the run began with; else --model may be gone."""
     begin = shutil.copytree(base, tmp_path / "start")
     line = ["--model", begin, "--name", "x", "--steps", 2, *SMALL, *options.split(), "--lr", 1e-3]
@@ -158,23 +154,3 @@ def test_a_resumed_run_does_not_notice_what_became_of_its_start(
     assert command(*line, "--runs", tmp_path / "cut", "--resume", grade=half) == 0
     assert metrics(tmp_path / "cut/x") == metrics(tmp_path / "whole/x")
     assert same(load_model(tmp_path / "cut/x/checkpoint", "cpu"), tmp_path / "whole/x/checkpoint")
-
-
-def test_a_damaged_frozen_model_is_told_before_anything_is_changed(run, capsys):
-    shutil.rmtree(run / "frozen")
-    (run / "frozen").symlink_to("nowhere")
-    logs = [run / "metrics.jsonl", *(run / "rollouts").iterdir()]
-    before = [path.read_bytes() for path in logs]
-    assert resume(run, run / "nowhere", 3) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "frozen" in said
-    assert before == [path.read_bytes() for path in logs]
-
-
-def test_a_folder_is_known_by_where_it_lies_and_not_by_its_name(run, tmp_path, monkeypatch):
-    link = tmp_path / "best"
-    link.symlink_to(run / "checkpoint")
-    assert models.run_of(link) == run
-    monkeypatch.chdir(run / "state")
-    assert models.run_of(Path("step_000002")) == models.run_of(Path(".")) == run
-    assert models.run_of(run / "frozen") is None, "it is what the run began with"

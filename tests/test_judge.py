@@ -29,9 +29,6 @@ def completion(text, finish="stop"):
     return {"choices": [{"message": message, "finish_reason": finish}]}
 
 
-# ------------------------------------------------------------------------------ what replies mean
-
-
 @pytest.mark.parametrize("correct", ["yes", "no"])
 def test_a_reply_is_read_as_yes_or_no(correct):
     plain = fields(correct)
@@ -60,8 +57,6 @@ def test_a_reply_without_verdict_is_requested_again_then_fails(server, environme
     assert len(server.requests) == 5
 
 
-# ------------------------------------------------------------------------------- hostile answers
-
 PIECES = ["correct: yes", "42", "{", "}", '"', "```", "</think>", fields(), "{question}", "\ud800"]
 
 
@@ -81,9 +76,6 @@ def test_a_response_cannot_leave_its_fence(text):
 def test_the_prompt_names_every_right_answer_and_is_never_too_long():
     prompt = judge_prompt(QUESTION, "x" * 10**6)
     assert "42\nforty-two" in prompt and len(prompt) < judges.LONGEST_RESPONSE + 2000
-
-
-# ------------------------------------------------------------------------------ a loopback judge
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from helpers import launch, tiny
 from helpers.chat import QWEN3, random_model, tokenizer
 from loopback import GOOD
+from torch.distributed import run as torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import driver
@@ -37,7 +38,6 @@ from plumbing import curves, evaluation, folders, logbook, outside
 from tools import ToolError
 from toy import world
 
-REPO = Path(__file__).parent.parent
 # Of four questions the first and the third share an optimizer step, whatever rank they are on.
 SMALL = "--questions 4 --inner_steps 2 --group 4 --eval_questions 6 --eval_every 2".split()
 SMALL += ["--kv_tokens", "16384"]
@@ -93,6 +93,17 @@ def copied(trained, tmp_path):
     return tmp_path / "runs"
 
 
+@pytest.fixture
+def refused(capsys):
+    """Checks that a command ends with exit code 2 and a message that holds these words."""
+
+    def check(words: str, *arguments, **additions) -> None:
+        assert run(*arguments, **additions) == 2
+        assert words in capsys.readouterr().err
+
+    return check
+
+
 # ------------------------------------------------------------------------------ a run, whole or not
 
 
@@ -110,13 +121,10 @@ def test_a_run_leaves_what_it_promises(trained):
     tokens = AutoTokenizer.from_pretrained(folder / "checkpoint")("<s2> who ?", return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
     assert model.generate(tokens["input_ids"], max_new_tokens=3).shape[1] > 3
-    said = (folder / "report.md").read_text()
-    rows = dict(line[2:].split(": ", 1) for line in said.splitlines() if line.startswith("- "))
-    first, last = lines[0], lines[-1]
-    for draw, key in (("temperature 1", "eval_accuracy"), ("greedy", "eval_greedy")):
-        before, after = rows[draw].split(" before, ")
-        assert before.startswith(f"{first[key]:.1%} (") and after.startswith(f"{last[key]:.1%} (")
-    assert sum(asked for _, asked in last["eval_greedy_by_kind"].values()) == 6
+    report = (folder / "report.md").read_text()
+    for line, key in itertools.product((lines[0], lines[-1]), ("eval_accuracy", "eval_greedy")):
+        assert f" {line[key]:.1%} (" in report
+    assert sum(asked for _, asked in lines[-1]["eval_greedy_by_kind"].values()) == 6
     turns = [t for r in records_of(folder, 0) if r["split"] == "eval" for t in r["turns"]]
     read = {page["text"] for t in turns for page in t["documents"] if t["call"]["tool"] != "python"}
     told = sum(world.world("eval", 0).documents.values(), [])
@@ -156,9 +164,7 @@ def test_ranks_wait_on_the_cpu_longer_than_on_gpus(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_saves_at_the_end_of_the_step_and_asks_to_be_started_again(
-    trained, base, tmp_path, ranks
-):
+def test_sigterm_saves_and_asks_to_be_started_again(trained, base, tmp_path, ranks):
     """On one of several ranks too. One command starts and goes on; later signals are harmless."""
     folder = tmp_path / "x"
     more = ["--runs", tmp_path, "--name", "x", "--resume"]
@@ -177,11 +183,22 @@ def test_sigterm_saves_at_the_end_of_the_step_and_asks_to_be_started_again(
     assert [child.exitcode for child in children] == [os.EX_TEMPFAIL] * ranks
     done, _ = trainer.newest(folder)
     assert done == len(metrics(folder)) < 4
-    assert f"state {done} is saved" in (tmp_path / "log").read_text()
     if ranks == 1:
         assert run(*more, grade=half) == 0
         assert metrics(folder) == metrics(trained / "whole")
         assert same_weights(folder / "checkpoint", trained / "whole" / "checkpoint")
+
+
+def test_torchrun_names_ranks_as_these_tests_do(tmp_path):
+    """It starts two processes, which are shells here: an interpreter would take seconds."""
+    told = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    shell = f"echo {' '.join('$' + name for name in told.split())} > {tmp_path}/$RANK"
+    line = ["--standalone", "--nproc_per_node=2", "--no-python", "sh", "-c", shell]
+    with ThreadPoolExecutor(1) as thread:  # in the main one it would take over the signals
+        thread.submit(torchrun.main, line).result()
+    one, other = ((tmp_path / rank).read_text().split() for rank in "01")
+    assert (one[:3], other[:3]) == (["0", "0", "2"], ["1", "1", "2"])
+    assert one[3:] == other[3:] and len(one) == 5
 
 
 def test_sigterm_kills_while_a_run_is_built(monkeypatch):
@@ -198,13 +215,9 @@ def test_sigterm_kills_while_a_run_is_built(monkeypatch):
 
 
 def test_two_ranks_walk_the_same_path(trained, base, tmp_path):
-    """torchrun with 2 processes: the same rollouts; loss and gradient equal to rounding."""
+    """The same rollouts; loss and gradient equal to rounding."""
     options = ["--model", base, "--runs", tmp_path, "--name", "ranks", "--steps", 1, *SMALL]
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    line += [__file__, *map(str, options)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{REPO}/tests"}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    assert launch.launch(__file__, *options, log=tmp_path / "log") == 0
     one, two = metrics(trained / "whole")[0], metrics(tmp_path / "ranks")[0]
     for key in ("reward", "sys1_samples", "sys1_tokens", "sys2_tokens", "trained_tokens"):
         assert one[key] == two[key], key
@@ -231,11 +244,7 @@ def test_a_resumed_run_asks_on_where_its_stream_was(base, tmp_path):
     for line in lines:
         records = [r for r in records_of(folder, line["step"]) if r["split"] == "train"]
         assert len(records) == 4 * (4 + line["resampled"]), "all are counted, trained on or not"
-        rewards = {r["question_id"]: set() for r in records}
-        for record in records:
-            rewards[record["question_id"]].add(record["reward"])
-        differ = [id for id, seen in rewards.items() if len(seen) > 1][:4]
-        assert {r["question_id"] for r in records if r["trained"]} == set(differ)
+        assert sum(r["trained"] for r in records) in (4, 8, 12, 16)
     shutil.rmtree(folder / "state/step_000003")
     assert run(*options, "--resume", grade=half) == 0
     assert metrics(folder) == metrics(tmp_path / "whole")
@@ -267,31 +276,6 @@ def test_what_ends_a_run_is_one_sentence_with_advice(monkeypatch, capsys, fault,
     assert said.count("\n") == 1 and sorted(words, key=said.index) == words
 
 
-# --------------------------------------------------------------------------------------------- arms
-
-# A frozen System 1 has runs of its own in test_frozen.py.
-ARMS = [
-    {"system1": "none", "decay": True, "warmup": 3, "beta1": 0.5, "tools": "search,scholar"},
-    {"balance": "none", "shared_group": True, "importance": "token", "loss_mean": "token"},
-]
-
-
-@pytest.mark.parametrize("arm", ARMS, ids=str)
-def test_arms(base, tmp_path, capsys, arm):
-    method = dataclasses.replace(mars.METHOD, presets={"arm": arm})
-    line = ["--model", base, "--runs", tmp_path, "--name", "arm", "--steps", 1, *SMALL]
-    assert run(*line, "--eval_questions", 2, "--preset", "arm", method=method, grade=half) == 0
-    assert ("tools: search, scholar;" in capsys.readouterr().out) == ("tools" in arm)
-    (line,) = metrics(tmp_path / "arm")
-    records = [r for r in records_of(tmp_path / "arm", 0) if r["split"] == "train"]
-    chunks = [(r, chunk) for r in records for turn in r["turns"] for chunk in turn["chunks"]]
-    assert bool(chunks) == bool(line["sys1_samples"]) == ("system1" not in arm)
-    for record, chunk in chunks:
-        assert chunk["drawn"] == 1 and chunk["advantage"] == record["advantage"]
-
-
-# ---------------------------------------------------------------------------- what cannot start
-
 # A command line, and words of the sentence that refuses it.
 BAD = [
     ("--kv_tokens 95 --sys2_context 95", "--kv_tokens"),  # no whole page
@@ -305,9 +289,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("line, words", BAD)
-def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
-    base, tmp_path, monkeypatch, capsys, line, words
-):
+def test_bad_input_is_one_sentence_and_exit_2(base, tmp_path, monkeypatch, capsys, line, words):
     monkeypatch.chdir(tmp_path)
     for variable in ("SERPER_API_KEY", "JINA_API_KEY", "MARS_JUDGE_URL", "MARS_JUDGE_MODEL"):
         monkeypatch.delenv(variable, raising=False)
@@ -322,37 +304,33 @@ def test_bad_input_is_one_sentence_exit_2_and_nothing_written(
     assert sorted(p for p in tmp_path.rglob("*") if ".cache" not in p.parts) == before
 
 
-def test_resume_refuses_what_is_not_the_same_run(copied, base, capsys):
+def test_resume_refuses_what_is_not_the_same_run(copied, base, refused):
     options = ["--model", base, "--runs", copied, "--name", "whole", *SMALL]
     folder = copied / "whole"
     before = (folder / "metrics.jsonl").read_bytes()
 
-    def refused(word: str, *more) -> None:
-        assert run(*options, *more) == 2
-        assert word in capsys.readouterr().err
-        assert (folder / "metrics.jsonl").read_bytes() == before
-
-    refused("add --resume", "--steps", 5)
-    refused("needs the --name", "--name", "", "--resume")
-    refused("lr (0.0005 -> 0.5)", "--steps", 5, "--resume", "--lr", 0.5)
-    refused("seed (0 -> 1), model (", "--resume", "--seed", 1, "--model", "other")
-    refused("has done 4 steps", "--steps", 3, "--resume")
+    refused("add --resume", *options, "--steps", 5)
+    refused("needs the --name", *options, "--name", "", "--resume")
+    refused("lr (0.0005 -> 0.5)", *options, "--steps", 5, "--resume", "--lr", 0.5)
+    refused("seed (0 -> 1), model (", *options, "--resume", "--seed", 1, "--model", "other")
+    refused("has done 4 steps", *options, "--steps", 3, "--resume")
     held = folders.lock(folder)
-    refused("another process", "--steps", 5, "--resume")
+    refused("another process", *options, "--steps", 5, "--resume")
     held.close()
     method = json.loads((folder / "method.json").read_text())
     folders.write_json(folder / "method.json", method | {"name": "another"})
-    refused("method another", "--steps", 5, "--resume")
+    refused("method another", *options, "--steps", 5, "--resume")
     folders.write_json(folder / "method.json", method)
     shutil.rmtree(folder / "state")
-    refused("no whole state", "--steps", 5, "--resume")
+    refused("no whole state", *options, "--steps", 5, "--resume")
     torn = (folder / "config.json").read_text()
     (folder / "config.json").write_text(torn[:99])
-    refused("missing or damaged", "--resume")
+    refused("missing or damaged", *options, "--resume")
     (folder / "config.json").write_text(torn)
     saved = folders.read_json(folder / "config.json")  # as of an older version
     folders.write_json(folder / "config.json", {k: v for k, v in saved.items() if k != "kl_beta"})
-    refused("kl_beta (0.0 -> 0.1)", "--steps", 5, "--resume", "--kl_beta", 0.1)
+    refused("kl_beta (0.0 -> 0.1)", *options, "--steps", 5, "--resume", "--kl_beta", 0.1)
+    assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
@@ -396,9 +374,7 @@ def test_eval_and_ask(copied, capsys):
     assert right == {kind: right for kind, (right, _) in last["eval_greedy_by_kind"].items()}
 
 
-def test_a_conversation_asks_line_after_line_and_ctrl_c_stops_an_answer(
-    trained, monkeypatch, capsys
-):
+def test_a_conversation_asks_line_after_line(trained, monkeypatch, capsys):
     """Each is answered as if asked alone; a line that is no text is refused, and not the rest."""
     question = "when was ada baker born ?"
     answer, advance = evaluation.answer, driver.Driver._advance
@@ -440,43 +416,36 @@ def test_a_conversation_asks_line_after_line_and_ctrl_c_stops_an_answer(
     assert ask(typed, 0, 2) == (130, alone), "twice within an answer"
 
 
-def test_an_evaluation_goes_on_where_it_was_ended(copied, monkeypatch, capsys, tmp_path):
+def test_an_evaluation_goes_on_where_it_was_ended(copied, monkeypatch, tmp_path, refused):
     """Here on a full disk, in the middle of a line; then it has the table of an unbroken one."""
     monkeypatch.setattr(evaluation, "BATCH", 3)
     line = ["eval", copied / "whole", "--runs", copied, "--group", 3, "--resume"]
     assert run(*line, "--name", "unbroken", grade=half) == 0
-    shown = capsys.readouterr().out
-    assert "avg@3 (95 %)" in shown and "pass@3 (95 %)" in shown
     table = json.loads((copied / "unbroken/table.json").read_text())
     assert table[-1]["questions"] == 6 and table[-1]["attempts"] == 3
     file = copied / "eval-whole/rollouts/step_0.jsonl"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (copied / "unbroken/rollouts/step_0.jsonl").stat().st_size // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    assert run(*line, grade=half) == 2
+    refused("make room", *line, grade=half)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "make room" in capsys.readouterr().err
     lines = file.read_bytes().splitlines(keepends=True)
     assert len(lines) > 4 and file.stat().st_size == size, "the last line is torn"
     file.write_bytes(b"".join(lines[:4]) + lines[-1])  # a question, and an attempt at another
 
-    def refused(word: str, *more) -> None:
-        assert run(*line, *more, grade=half) == 2
-        assert word in capsys.readouterr().err
-
-    refused("group (3 -> 2)", "--group", 2)
-    refused("seed (0 -> 1)", "--seed", 1)
-    refused("exists", "--name", "whole")
+    refused("group (3 -> 2)", *line, "--group", 2, grade=half)
+    refused("seed (0 -> 1)", *line, "--seed", 1, grade=half)
+    refused("exists", *line, "--name", "whole", grade=half)
     held = folders.lock(copied / "eval-whole")
-    refused("another process")
+    refused("another process", *line, grade=half)
     held.close()
     model = copied / "whole/checkpoint/config.json"
     before = model.stat().st_mtime_ns
     os.utime(model)
-    refused("other weights")
+    refused("other weights", *line, grade=half)
     state = copied / "whole/state/step_000004"
     state.rename(state.with_name("step_000005"))  # as if the run had trained on meanwhile
-    refused("choose another --name")
+    refused("choose another --name", *line, grade=half)
     state.with_name("step_000005").rename(state)
     os.utime(model, ns=(before, before))
     assert run("--runs", copied, "--name", "eval-whole", "--resume") == 2, "it is no run"
@@ -499,22 +468,18 @@ def test_an_evaluation_goes_on_where_it_was_ended(copied, monkeypatch, capsys, t
     assert [text.count("\n") for text in files] == [9, 9]
 
 
-def test_questions_without_an_answer_are_answered_and_have_no_accuracy(
-    base, own, monkeypatch, capsys
-):
+def test_questions_without_an_answer_are_answered(base, own, monkeypatch, capsys, refused):
     asked = ["when was ada baker born ?", "what does ada baker enjoy ?", "who is ada baker ?"]
     lines = [{"id": f"q{i}", "question": text} for i, text in enumerate(asked)]
-    Path("open.jsonl").write_text(
-        "\n".join(map(json.dumps, [lines[0], lines[1] | {"answer": "chess"}, lines[2]]))
-    )
+    answered = [lines[0], lines[1] | {"answer": "chess"}, lines[2]]
+    Path("open.jsonl").write_text("\n".join(map(json.dumps, answered)))
     line = ["eval", base, *own, "--data", "open.jsonl"]
     assert run("ask", *line[1:], "--name", "some") == 0, "ask with a file is eval"
     (row,) = json.loads(Path("runs/some/table.json").read_text())
     assert row["questions"] == 1 and row["judge_failures"] == 0
-    said = [json.loads(line) for line in Path("runs/some/answers.jsonl").open()]
-    assert [one["question_id"] for one in said] == ["q0", "q2"] and {"question", "answer"} < {
-        *said[0]
-    }
+    answers = folders.read_lines(Path("runs/some/answers.jsonl"))
+    assert [one["question_id"] for one in answers] == ["q0", "q2"]
+    assert {"question", "answer"} < answers[0].keys()
     Path("open.jsonl").write_text("\n".join(map(json.dumps, lines)))
     capsys.readouterr()
     assert run(*line, "--name", "none") == 0
@@ -524,10 +489,8 @@ def test_questions_without_an_answer_are_answered_and_have_no_accuracy(
     assert json.loads(Path("runs/half/table.json").read_text())[0]["questions"] == 3
     with monkeypatch.context() as patch:
         patch.setattr(folders, "append_lines", lambda path, lines: None)
-        assert run(*line, "--name", "elsewhere") == 2
-    assert "lacks attempts" in capsys.readouterr().err
-    assert run("--model", base, *SMALL, *own, "--data", "open.jsonl") == 2
-    assert "no golden answer" in capsys.readouterr().err
+        refused("lacks attempts", *line, "--name", "elsewhere")
+    refused("no golden answer", "--model", base, *SMALL, *own, "--data", "open.jsonl")
 
 
 @pytest.fixture
@@ -542,7 +505,7 @@ def own(tmp_path, monkeypatch):
     return ["--data", "own.jsonl", "--docs", "notes"]
 
 
-def test_ones_own_questions_and_documents(base, own, tmp_path, capsys):
+def test_ones_own_questions_and_documents(base, own, tmp_path, refused):
     """Another corpus, other questions; eval asks what was not trained on."""
     more = ["--group", 8]  # so that some attempts search
     assert run("--model", base, "--name", "own", "--steps", 1, *own, *SMALL, *more) == 0
@@ -554,13 +517,11 @@ def test_ones_own_questions_and_documents(base, own, tmp_path, capsys):
     assert run("eval", "runs/own") == 0
     asked = {r["question_id"] for r in records_of(tmp_path / "runs/eval-own", 0)}
     assert len(asked) == 6 and not trained_on & asked
-    assert run("eval", "runs/own", "--eval_questions", 7) == 2
-    assert "those held out" in capsys.readouterr().err
+    refused("those held out", "eval", "runs/own", "--eval_questions", 7)
     with open("own.jsonl", "a") as file:
         file.write('\n{"question": "one more ?", "answer": "1968"}')
     line = ["--model", base, "--name", "own", "--steps", 2, *own, *SMALL, *more]
-    assert run(*line, "--resume") == 2
-    assert "started with other questions" in capsys.readouterr().err
+    refused("started with other questions", *line, "--resume")
     saved = folders.read_json(Path("runs/own/config.json"))
     elsewhere = {"eval_data": "away.jsonl", "eval_docs": "away"}
     folders.write_json(Path("runs/own/config.json"), saved | elsewhere)
@@ -615,31 +576,23 @@ def test_right_attempts_become_demonstrations_that_are_learned(trained, base, tm
 # ------------------------------------------------------------------------- what ends a run early
 
 
-def broken(*given):
-    raise ToolError("no route to the service")
+broken = Mock(side_effect=ToolError("no route to the service"))
 
 
-def test_a_judge_that_is_away_stops_the_run_with_its_state_whole(
-    trained, copied, base, monkeypatch, capsys
-):
+def test_a_judge_that_is_away_stops_the_run(trained, copied, base, monkeypatch, refused):
     """Else it would train on nothing, and failures would look like wrong answers."""
     monkeypatch.setattr(outside.grading, "grader", lambda name: broken)
     line = ["--model", base, "--runs", copied, "--name", "whole", "--steps", 6, *SMALL]
-    assert run(*line, "--resume") == 2
-    said = capsys.readouterr().err
-    assert "of the judgements of the evaluation after 4 steps failed" in said
+    refused("of the judgements of the evaluation after 4 steps failed", *line, "--resume")
     assert metrics(copied / "whole") == metrics(trained / "whole")
     assert trainer.newest(copied / "whole")[0] == 4
     assert any(r["split"] == "eval" for r in records_of(copied / "whole", 4)), "with the reasons"
     options = ["--runs", copied, "--name", "blind", "--eval_questions", 6]
-    assert run("eval", copied / "whole", *options) == 2
-    assert "of the judgements of set " in capsys.readouterr().err
+    refused("of the judgements of set ", "eval", copied / "whole", *options)
     assert (copied / "blind/table.json").exists()
 
 
-def test_a_cap_on_calls_stops_a_run_that_goes_on_with_the_same_command(
-    base, server, tmp_path, capsys
-):
+def test_a_capped_run_goes_on_with_the_same_command(base, server, tmp_path, refused):
     server.replies = [GOOD]
     options = ["--model", base, "--runs", tmp_path, "--steps", 2, *SMALL, "--eval_questions", 2]
     options += ["--search", "serper", "--tools", "search"]
@@ -649,8 +602,7 @@ def test_a_cap_on_calls_stops_a_run_that_goes_on_with_the_same_command(
     said = (tmp_path / "whole/report.md").read_text()
     assert f"- calls: {first + second} to {server.url}\n" in said
     options += ["--name", "capped", "--cache", tmp_path / "other", "--max_calls", first + 2]
-    assert run(*options, grade=half) == 2
-    assert "--max_calls is reached" in capsys.readouterr().err
+    refused("--max_calls is reached", *options, grade=half)
     assert len(server.requests) == 2 * first + second + 2
     assert trainer.newest(tmp_path / "capped")[0] == 1
     gc.collect()  # the error's frames hold the run and its lock
@@ -712,9 +664,7 @@ def test_a_rank_that_ends_is_one_sentence_of_the_others(tmp_path):
     assert "another process of this run has ended" in said and "Traceback" not in said
 
 
-def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
-    trained, base, tmp_path, monkeypatch, capsys
-):
+def test_a_step_without_tools_is_not_trained_on(trained, base, tmp_path, monkeypatch, refused):
     line = ["--model", base, "--runs", tmp_path, "--name", "blind", "--steps", 4, *SMALL]
     search, report = outside.search.local, logbook.report
     reported = []
@@ -726,8 +676,7 @@ def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
 
     monkeypatch.setattr(logbook, "report", lambda *given: reported.append(report(*given)))
     monkeypatch.setattr(outside.search, "local", failing)
-    assert run(*line, grade=half) == 2
-    assert "of the tool calls of step 1 failed" in capsys.readouterr().err
+    refused("of the tool calls of step 1 failed", *line, grade=half)
     assert trainer.newest(tmp_path / "blind")[0] == 1
     told = metrics(tmp_path / "blind")[-1]
     assert told["step"] == 1 and told["tool_error_share"] > 0.5 and told["empty_share"] < 0.5
@@ -749,9 +698,7 @@ def test_a_step_without_tools_is_not_trained_on_and_loses_no_earlier_one(
         (0, 16, 7, 29, [7, 14, 16, 21, 28, 29]),
     ],
 )
-def test_an_hour_or_ten_steps_do_not_pass_without_a_state(
-    monkeypatch, pause, eval_every, keep_every, steps, saved
-):
+def test_no_hour_passes_without_a_state(monkeypatch, pause, eval_every, keep_every, steps, saved):
     """Nor an evaluation. `pause` hours pass between any two looks at the clock."""
     hours = itertools.count(0, pause)
     monkeypatch.setattr(train, "time", Mock(monotonic=lambda: 3600 * next(hours)))
@@ -763,9 +710,6 @@ def test_an_hour_or_ten_steps_do_not_pass_without_a_state(
     config = mars.MarsConfig(steps=steps, eval_every=eval_every, keep_every=keep_every)
     assert train.train(Mock(config=config, rank=1), []) == 0
     assert found == saved
-
-
-# ------------------------------------------------------------------------------------ a live view
 
 
 def test_a_folder_with_a_trackers_name_is_not_its_package(tmp_path, monkeypatch, capsys):

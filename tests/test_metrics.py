@@ -29,9 +29,6 @@ ROLES = ("sys2", "sys1")
 SMALL = "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --kv_tokens 16384".split()
 
 
-# ------------------------------------------------------------------------------------ live tokens
-
-
 def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dict:
     """The step's metrics of a batch of 8 tokens: all were scored, by the kernel the live ones."""
     weight = torch.tensor(live).float() / 8
@@ -73,9 +70,6 @@ def test_log_probs_that_are_nan_are_a_mismatch():
         measured([True] * 8, torch.full((3, 8), math.nan), torch.zeros(8, dtype=torch.long))
 
 
-# -------------------------------------------------------------------------------------- the guard
-
-
 def stale(monkeypatch):
     """New weights never reach the sampler, which notices adapters after their first step."""
     monkeypatch.setattr(Sampler, "load_weights", lambda self, model: None)
@@ -114,18 +108,13 @@ MISMATCHED = [
 
 
 @pytest.mark.parametrize("mutate, options, steps", MISMATCHED)
-def test_a_mismatched_sampler_stops_the_run(
-    base, tmp_path, monkeypatch, capsys, mutate, options, steps
-):
+def test_a_mismatch_stops_the_run(base, tmp_path, monkeypatch, capsys, mutate, options, steps):
     mutate(monkeypatch)
     where = ["--model", str(base), "--runs", str(tmp_path), "--name", "x"]
     given = [*where, *SMALL, "--steps", "2", *options.split()]
     assert train.main(mars.METHOD, given, "", grade=half) == 2
     assert "does not sample what is trained: mismatch_kl" in capsys.readouterr().err
     assert len((tmp_path / "x" / "metrics.jsonl").read_text().splitlines()) == steps
-
-
-# ------------------------------------------------------------------------------ shares and counts
 
 
 def attempt(answer, reward, kind="a"):
@@ -148,22 +137,18 @@ def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
     assert (told["questions"], told["accuracy"]) == (2, 0.5), "not judged is not right"
 
 
-def test_an_evaluation_is_shared_out_drawn_in_two_ways_and_not_blind(monkeypatch):
-    monkeypatch.setattr(train, "logbook", Mock(check_failure_rate=check_failure_rate))
-    right, unjudged = attempt("x", 1.0), attempt("x", None)
+def test_an_evaluation_is_shared_out_and_drawn_in_two_ways(monkeypatch):
+    monkeypatch.setattr(train, "logbook", Mock())
+    right = attempt("x", 1.0)
     config = mars.MarsConfig(temperature=0.7, top_p=0.9)
     run = Mock(config=config, method=mars.METHOD, rank=1, ranks=2)
     run.eval_questions = [right.question] * 5
     play = Mock(return_value=[right])
     monkeypatch.setattr(train, "play_batch", play)
-    assert train.evaluate(run, 8)["eval_greedy"] == 1
-    calls = play.mock_calls
-    assert [[index for index, _ in call.args[1]] for call in calls] == [[1, 3]] * 2
-    draws = [(call.kwargs["temperature"], call.kwargs["top_p"]) for call in calls]
+    train.evaluate(run, 8)
+    assert [[index for index, _ in call.args[1]] for call in play.mock_calls] == [[1, 3]] * 2
+    draws = [(call.kwargs["temperature"], call.kwargs["top_p"]) for call in play.mock_calls]
     assert draws == [(0.7, 0.9), (0.0, 1.0)]
-    play.side_effect = [[unjudged] * 3, [right]]
-    with pytest.raises(UserError, match="75% of the judgements of the evaluation after 8 steps"):
-        train.evaluate(run, 8)
 
 
 def test_pages_that_could_not_be_read_are_counted():
@@ -176,13 +161,6 @@ def test_pages_that_could_not_be_read_are_counted():
     assert made["unread_share"] == 2 / 3
     with pytest.raises(UserError, match="67% of the pages of step 4 failed"):
         check_failure_rate(made, "step 4")
-
-
-def test_kinds_of_questions_are_counted_where_there_are_several():
-    attempts = [attempt("x", 1.0), attempt("y", 0.0), attempt("x", 1.0, "b"), attempt("z", None)]
-    asked = [one.question for one in attempts]
-    assert metrics.right_by_kind(attempts, asked) == {"a": [1, 3], "b": [1, 1]}
-    assert metrics.right_by_kind(attempts[:2], asked[:2]) == {}
 
 
 @given(st.integers(1, 300), st.data())

@@ -106,13 +106,11 @@ def reports():
     return found
 
 
-@pytest.mark.parametrize("who", ["own user", "ordinary user", "unused user"])
-def test_no_program_reaches_a_witness(reports, who):
-    if who not in reports:
-        pytest.skip("needs root and ATTACK_AS_EVERYONE=1")
-    reached = reports[who]["reached"]
-    assert len(reached) == PROGRAMS.count("\n### ") >= 60
-    assert {name: hits for name, hits in reached.items() if hits} == {}
+def test_no_program_reaches_a_witness(reports):
+    for who in reports.keys() - {"no lock"}:
+        reached = reports[who]["reached"]
+        assert len(reached) == PROGRAMS.count("\n### ") >= 60
+        assert {name: hits for name, hits in reached.items() if hits} == {}, who
 
 
 @needs_root
@@ -264,7 +262,7 @@ SHOWN = {
 
 def test_what_many_programs_at_once_show_and_that_they_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    programs = list(SHOWN) * 2
+    programs = list(SHOWN)
     before = possessions()
     with ThreadPoolExecutor(32) as pool:
         outputs = list(pool.map(run, programs))
@@ -280,9 +278,7 @@ def test_what_many_programs_at_once_show_and_that_they_leave_nothing(tmp_path, m
 
 def test_matplotlib_draws_where_nothing_can_be_written():
     pytest.importorskip("matplotlib")
-    code = (
-        "import io, matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.savefig(file := io.BytesIO())"
-    )
+    code = "import io, matplotlib.pyplot as plt\nplt.plot([1])\nplt.savefig(file := io.BytesIO())"
     assert run(code + "\nfile.getvalue()[1:4]").endswith("b'PNG'")
 
 

@@ -32,6 +32,7 @@ from tools import Document, Tool, ToolError
 from toy import language
 
 FORMAT = language.ToyFormat(language.make_tokenizer())
+RESP = FORMAT.control["<resp>"]
 QUESTION = Question("q1", "when was ada baker born ?", ("1968",), "toy")
 PAGES = [
     Document("d1", "unsaid", "", "ada baker born 1968 . the weather was mild that week ."),
@@ -86,23 +87,19 @@ def test_call_distil_answer():
         assert [logprob != 0 for logprob in sample.logprobs] == sample.mask
 
 
-@pytest.mark.parametrize("one", [True, numpy.float32(1), torch.tensor(1.0), torch.tensor([1])])
-def test_a_graders_number_is_a_float(one):
-    trajectory, _ = play([CALL, ANSWER], grade=lambda question, answer: one)
-    assert type(trajectory.reward) is float and trajectory.reward == 1.0
-
-
-@pytest.mark.parametrize("no_number", [math.nan, torch.ones(2), "much", 10**400])
-def test_a_grader_without_a_finite_number_is_told_so(no_number):
-    with pytest.raises(UserError, match="the grader returned"):
-        play([CALL, ANSWER], grade=lambda question, answer: no_number)
+def test_a_graders_finite_number_is_a_float_and_anything_else_is_refused():
+    for one in (True, numpy.float32(1), torch.tensor([1])):
+        trajectory, _ = play([CALL, ANSWER], grade=Mock(return_value=one))
+        assert type(trajectory.reward) is float and trajectory.reward == 1.0
+    for no_number in (math.nan, torch.ones(2), "much", 10**400):
+        with pytest.raises(UserError, match="the grader returned"):
+            play([CALL, ANSWER], grade=Mock(return_value=no_number))
 
 
 def test_a_step_that_ends_otherwise_gets_the_templates_end_of_turn(monkeypatch):
     """Its own last token stays."""
-    other = FORMAT.control["<resp>"]
     fresh = language.ToyFormat(FORMAT.tokenizer)
-    fresh.stop_ids = (fresh.eot, other)
+    fresh.stop_ids = (fresh.eot, RESP)
     monkeypatch.setitem(globals(), "FORMAT", fresh)
     trajectory, _ = play([CALL.replace("<eot>", "<resp>"), ANSWER])
     assert "ada baker <resp> <eot> <resp> " in FORMAT.text(trajectory.contexts[0].sample.tokens)
@@ -122,22 +119,13 @@ def test_system1_sees_packed_documents_and_the_purpose_and_is_trained_on_its_not
         assert text(reader.sample, True) == "ada baker born 1968 . <eot>"
 
 
-def test_documents_are_encoded_once_for_all_attempts_and_beside_the_decoding(monkeypatch):
+def test_documents_are_encoded_once_for_all_attempts(monkeypatch):
     fresh = language.ToyFormat(FORMAT.tokenizer)
-    encode = fresh.encode
-    threads = []
-
-    def encoding(text):
-        if text == PAGES[0].text:
-            threads.append(threading.current_thread())
-        return encode(text)
-
-    fresh.encode = encoding
+    fresh.encode = Mock(wraps=fresh.encode)
     monkeypatch.setitem(globals(), "FORMAT", fresh)
-    first, _ = play([CALL, ANSWER])
-    second, _ = play([CALL, ANSWER], attempt=1)
-    assert len(threads) == 1 and threads[0] is not threading.main_thread()
-    assert first.turns[0].lengths == second.turns[0].lengths == [13, 8, 8]
+    for attempt in range(2):
+        play([CALL, ANSWER], attempt=attempt)
+    assert [call.args[0] for call in fresh.encode.mock_calls].count(PAGES[0].text) == 1
 
 
 def test_a_long_document_is_cut_into_a_chunk_of_its_own():
@@ -162,9 +150,7 @@ def test_a_malformed_step_is_corrected_and_counted(step, why):
 
 
 def test_a_tool_that_fails_is_told_and_never_looks_like_an_empty_result():
-    def broken(query):
-        raise ToolError("the service is down")
-
+    broken = Mock(side_effect=ToolError("the service is down"))
     for search, problem, told in (
         (broken, "tool failed: the service is down", "error"),
         (lambda query: [], "no results", "none ."),
@@ -221,10 +207,7 @@ def test_python_output_reaches_system2_as_it_is_unless_it_is_distilled():
 
 
 def test_a_judge_out_of_reach_is_no_reward_rather_than_zero():
-    def down(question, answer):
-        raise ToolError("judge is down")
-
-    trajectory, _ = play([CALL, ANSWER], grade=down)
+    trajectory, _ = play([CALL, ANSWER], grade=Mock(side_effect=ToolError("judge is down")))
     assert trajectory.reward is None and all(s.reward is None for s in trajectory.samples())
     assert trajectory.turns[-1].problem == "judge failed: judge is down"
 
@@ -254,16 +237,14 @@ def test_a_purpose_that_fills_system1s_prompt_is_a_malformed_step():
 
 def test_a_context_that_fails_gives_its_pages_back():
     """A tool of one's own may raise anything; `play` sees that every context was closed."""
-
-    def broken(query):
-        raise RuntimeError("a bug")
-
     with pytest.raises(RuntimeError, match="a bug"):
-        play([CALL], search=broken)
+        play([CALL], search=Mock(side_effect=RuntimeError("a bug")))
 
 
 def test_record_holds_the_whole_trajectory():
     trajectory, _ = play([CALL, ANSWER])
+    sample = trajectory.turns[0].readers[0].sample
+    sample.loss_weight, sample.advantage = 2, 0.5
     line = record(trajectory, FORMAT, 3, "train")
     said = " ".join(segment["text"] for segment in line["segments"])
     assert said == FORMAT.text(trajectory.contexts[0].sample.tokens)
@@ -276,9 +257,7 @@ def test_record_holds_the_whole_trajectory():
     assert list(turn["call"].values()) == ["search", "ada baker", "birth of ada baker"]
     assert [document["id"] for document in turn["documents"]] == ["d1", "d2", "d3"]
     assert turn["chunks"][0]["note"] == "ada baker born 1968 . <eot>"
-
-
-# ------------------------------------------------------------------ ranks that help each other
+    assert turn["chunks"][0]["drawn"] == 2 and turn["chunks"][0]["advantage"] == 0.5
 
 
 def stage(say, search=lambda query: PAGES, **place):
@@ -305,7 +284,7 @@ def play_on_ranks(broken: bool) -> None:
     def say(tokens, seed):
         if tokens[0] == FORMAT.control["<s1>"]:
             return "ada baker born 1968 . <eot>"
-        if FORMAT.control["<resp>"] not in tokens:
+        if RESP not in tokens:
             return CALL
         time.sleep(0.1 * rank)
         return ANSWER if seed % 2 else "<answer> 1970 <eot>"
@@ -344,22 +323,14 @@ def test_ranks_that_are_done_play_others_attempts_and_change_no_draw(tmp_path, b
 
 
 @pytest.mark.parametrize("rank, terminal", [(0, False), (0, True), (1, False)])
-def test_where_no_bar_is_seen_a_line_a_minute_tells_how_far_it_is(
-    monkeypatch, capsys, rank, terminal
-):
+def test_a_line_a_minute_where_no_bar_is_seen(monkeypatch, capsys, rank, terminal):
     """Half a minute passes between any two looks at the clock."""
     clock = Mock(monotonic=itertools.count(0, 30).__next__, perf_counter=time.perf_counter)
     monkeypatch.setattr(rollout, "time", clock)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.setattr(rollout, "tqdm", MagicMock())
-
-    def broken(query):
-        raise ToolError("the service is down")
-
-    def say(tokens, seed):
-        return ANSWER if FORMAT.control["<resp>"] in tokens else CALL
-
-    run, _ = stage(say, broken, rank=rank)
+    broken = Mock(side_effect=ToolError("the service is down"))
+    run, _ = stage(lambda tokens, seed: ANSWER if RESP in tokens else CALL, broken, rank=rank)
     play_batch(run, [(0, QUESTION)], 3, run.tools, step=0)
     lines = capsys.readouterr().err.splitlines()
     assert bool(lines) == (rank == 0 and not terminal)

@@ -26,8 +26,6 @@ def on_disk(docs, k, cache, **options):
     return search.make("local", docs=docs, k=k, cache=cache, **options)
 
 
-# Local --------------------------------------------------------------------------------------------
-
 FOUND = {  # what is searched, and what finds it and nothing else
     "Vitamin C is sour.": ["vitamin c", "VITAMIN C"],
     "Vitamin D is not.": ["vitamin d"],
@@ -52,11 +50,7 @@ def test_small_words_numbers_case_accents_and_other_scripts_are_found():
                 assert ids(find(unicodedata.normalize(form, query))) == [text], query
     for query in ("", "   ", "?!", "nothing here"):
         assert find(query) == []
-
-
-def test_a_search_takes_no_gpu():
-    """bm25s imports JAX where that is installed."""
-    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    assert os.environ["JAX_PLATFORMS"] == "cpu", "bm25s imports JAX where that is installed"
 
 
 words = st.lists(st.sampled_from("a b c 1 22 the zebra".split()), max_size=8).map(" ".join)
@@ -119,9 +113,7 @@ def test_jsonl_is_read_with_its_titles_and_a_malformed_line_is_named(tmp_path):
             on_disk(path, 1, tmp_path)
 
 
-def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(
-    tmp_path, monkeypatch, caplog
-):
+def test_the_index_on_disk_is_built_once_and_answers_alike(tmp_path, monkeypatch, caplog):
     """By one rank while the others wait at its lock, which parts threads as it parts processes."""
     docs, cache = tmp_path / "docs", tmp_path / "deep" / "cache"
     docs.mkdir()
@@ -155,9 +147,6 @@ def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(
     assert len(on_disk(docs, 7, cache)("fresh")) == 7
     kept = [file for file in cache.rglob("*") if file.is_file() and b"old1" in file.read_bytes()]
     assert len({file.parent for file in kept}) == 1  # of whole documents: the other was replaced
-
-
-# Wire formats -------------------------------------------------------------------------------------
 
 
 def test_serper_is_asked_as_documented(server, tmp_path):
@@ -220,9 +209,6 @@ def test_a_retrievers_answers_are_kept_for_one_run(server, tmp_path):
             assert [document.text for document in find("ada")] == [run]
 
 
-# Pages behind the results -------------------------------------------------------------------------
-
-
 def found(*links):
     rows = [{"title": link, "link": link, "snippet": f"snippet {link}"} for link in links]
     return says({"organic": rows})
@@ -268,16 +254,8 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("reply", UNREADABLE)
-def test_no_page_read_at_all_is_a_failed_search_and_says_nothing_of_theirs(
-    server, tmp_path, waits, reply
-):
-    links = [
-        "http://a.test/",
-        "http://[bad",
-        "http://half\ud83d.test/",
-        f"http://{EVIL}",
-        f"{EVIL}://x",
-    ]
+def test_no_page_read_at_all_is_a_failed_search(server, tmp_path, waits, reply):
+    links = ["http://a.test/", "http://[bad", "http://half\ud83d.test/", f"http://{EVIL}"]
     server.replies = [found(*links, ""), reply]
     with pytest.raises(ToolError, match=f"none of the {len(links)} pages") as caught:
         serper(tmp_path, pages="jina", k=9)("ada")
@@ -309,8 +287,6 @@ def test_a_paper_that_is_refused_is_read_from_its_open_copy(server, tmp_path):
     assert two.text == f"{search.UNREAD}\ns"
     assert not any("bad" in path for _, path, *_ in server.requests)
 
-
-# Blocked hosts ------------------------------------------------------------------------------------
 
 SAME_SITE = """https://bad.test/x https://BAD.Test/x https://bad.test./x https://www.bad.test
 https://a.b.bad.test/x https://bad.test:8443/x https://user:word@bad.test/x ftp://bad.test/x

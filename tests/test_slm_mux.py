@@ -66,12 +66,11 @@ def test_rivals_have_equal_samples():
 @needs_pages
 def test_no_demonstration_names_a_country_that_is_asked_about():
     taught, others = slm_mux.questions(3)
-    demonstrations = [question for part in taught.values() for question in part]
-    countries = [
+    shown, asked = (
         {messages[-1]["content"].split(" of ", 1)[1] for messages, _ in part}
-        for part in (demonstrations, others)
-    ]
-    assert countries[0] and not countries[0] & countries[1]
+        for part in (sum(taught.values(), []), others)
+    )
+    assert shown and not shown & asked
     assert list(taught) == list(slm_mux.NAMES + slm_mux.CODES) and all(taught.values())
     assert len(others) > 300
 

@@ -20,9 +20,6 @@ def form():
     return language.ToyFormat(language.make_tokenizer())
 
 
-# -------------------------------------------------------------- worlds and questions
-
-
 def test_training_and_evaluation_ask_about_different_facts():
     training, held_out = (world.world(split, 0).facts for split in ("train", "eval"))
     # A name may stand in both worlds. Its values are drawn anew.
@@ -61,9 +58,6 @@ def test_the_plan_leads_to_the_answer():
             assert int(year) - int(birth) == int(plan.answer)
         else:
             assert plan.answer == last
-
-
-# ---------------------------------------------------------------------- the language
 
 
 def spoken(form, text):
@@ -124,9 +118,6 @@ def test_calls_answers_and_what_is_malformed(form):
         assert form.parse(spoken(form, text), final=True).error or text.startswith("ada")
 
 
-# -------------------------------------------------------------------- demonstrations
-
-
 @pytest.fixture(scope="module")
 def library():
     return base_model.Library("test")
@@ -174,23 +165,13 @@ def test_the_librarys_search_finds_the_facts_and_a_flawless_demonstration_is_rig
     assert known >= 198
 
 
-def test_stage_a_asks_for_employers_more_often_than_the_questions_do(library):
-    rng = random.Random(0)
-    texts = [base_model.skill_trajectory(library, rng)[0][0] for _ in range(1000)]
-    share = sum("which firm employs" in text for text in texts) / len(texts)
-    assert 0.2 < share < 0.3
-
-
-# -------------------------------------------------------------------- the base model
-
-
 def test_a_build_is_repeatable_and_reused_and_loads_with_transformers(form, tmp_path):
-    one = base_model.build(tmp_path / "one", 5, (2, 2))
+    one = base_model.build(tmp_path / "one", 5, (1, 1))
     torch.rand(1)  # what others draw changes nothing
-    other = base_model.build(tmp_path / "other", 5, (2, 2))
+    other = base_model.build(tmp_path / "other", 5, (1, 1))
     weights = [(folder / "model.safetensors").read_bytes() for folder in (one, other)]
     assert weights[0] == weights[1]
-    again = base_model.build(tmp_path / "one", 5, (2, 2), make=None)
+    again = base_model.build(tmp_path / "one", 5, (1, 1), make=None)
     assert again == one, "a second build would fail"
     model = AutoModelForCausalLM.from_pretrained(one)
     tokenizer = AutoTokenizer.from_pretrained(one)
@@ -229,6 +210,3 @@ def test_the_loss_sees_trained_tokens_only(library, form, monkeypatch):
     assert base_model.backward(model, samples) == pytest.approx(mean.item(), abs=1e-5)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
-    model.zero_grad()
-    base_model.train(model, "test", [lambda: samples], 10, 5e-3, 2)
-    assert base_model.backward(model, samples) < mean.item() - 1

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_rollout import ANSWER, CALL, FORMAT, PAGES, play
 
 import view
 from plumbing import curves, folders, pages
+from plumbing.logbook import record
+from tools import Document
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -25,42 +28,16 @@ HOSTILE = [
 MARS = {"sys2": "System 2", "sys1": "Read $\\x$"}  # a name that looks like a formula
 
 
-# ----------------------------------------------------------------------------- fakes
-
-
 def fake_record(trajectory: int, reward: float | None, **known) -> dict:
-    """An attempt that searches once. Documents 1 and 2 share a chunk, and document 0 is cut."""
+    """An attempt that searches once. Document 0 is cut, and documents 1 and 2 share a chunk."""
+    found = [Document("d0", "", "", "ada baker " * 30), *PAGES[1:]]
+    played, _ = play([CALL, ANSWER], search=lambda query: found, sys1_prompt=30, attempt=trajectory)
     advantage = 0.0 if reward is None else (reward - 0.375) / 0.484
-    fact = "ada baker joined acro corp ."
-    documents = [
-        {"id": f"d{i}", "title": f"ada baker {i}", "url": "toy://x", "tokens": n, "text": fact}
-        for i, n in enumerate([180, 38, 20])
-    ]
-    chunk = {"role": "sys1", "capacity": 64, "prompt": fact, "advantage": advantage, "drawn": 1}
-    both = {"documents": [1, 2], "tokens": 58, "truncated": False, "note": "none . <eot>"}
-    alone = {"documents": [0], "tokens": 64, "truncated": True, "note": f"{fact} <eot>"}
-    call = {"tool": "search", "argument": "ada baker", "purpose": "the employer"}
-    answering = {"call": None, "error": None, "documents": [], "chunks": [], "seconds_tool": 0.0}
-    searching = {"call": call, "documents": documents, "chunks": [chunk | both, chunk | alone]}
-    question = "in which city does the employer of ada baker have its base ?"
-    texts = [question, "<call> search ada baker <eot>", "notes", "<answer> oslo <eot>"]
-    record = {
-        "step": 1,
-        "role": "sys2",
-        "split": "train",
-        "question_id": "train-17",
-        "question": question,
-        "gold": ["oslo"],
-        "trajectory": trajectory,
-        "answer": "oslo" if reward else "turin",
-        "ended": "answer",
-        "reward": reward,
-        "advantage": advantage,
-        "trained": reward is not None,
-        "segments": [{"text": text, "trained": text[0] == "<"} for text in texts],
-        "turns": [answering | searching, answering],
-    }
-    return record | known
+    credited = {"reward": reward, "advantage": advantage, "trained": reward is not None}
+    made = record(played, FORMAT, 1, "train") | credited
+    for chunk, drawn in zip(made["turns"][0]["chunks"], (0, 2), strict=True):
+        chunk |= {"advantage": advantage, "drawn": drawn}
+    return made | known
 
 
 def fake_metrics(steps: int) -> list[dict]:
@@ -85,9 +62,6 @@ def fake_run(path: Path, *, steps: int = 40) -> Path:
         records = [fake_record(k, float(k in (0, 3, 6)), step=step) for k in range(8)]
         folders.append_lines(path / "rollouts" / f"step_{step}.jsonl", records)
     return path
-
-
-# --------------------------------------------------------------- reading a page back
 
 
 class Reader(html.parser.HTMLParser):
@@ -117,9 +91,6 @@ class Reader(html.parser.HTMLParser):
 
     unknown_decl = handle_pi = handle_comment
 
-    def said(self) -> str:
-        return "".join(self.text)
-
 
 def page_of(tmp_path, *records) -> bytes:
     return pages.write(tmp_path / "page.html", "A page", [list(records)], MARS).read_bytes()
@@ -139,26 +110,23 @@ PIECE = st.sampled_from(HOSTILE) | st.text(st.characters(exclude_categories=()),
 TEXT = st.lists(PIECE, min_size=1, max_size=4).map("".join)
 
 
-# -------------------------------------------------------------------------- the page
-
-
 @FAST
 @given(TEXT)
 def test_hostile_text_stays_text(tmp_path, text):
     right = fake_record(0, 1.0)
     wrong = fake_record(1, 0.0)
     reader = Reader(page_of(tmp_path, poison(right, text), poison(wrong, text)))
-    said = reader.said()
+    said = "".join(reader.text)
     assert "ada baker" + pages.plain(text) in said, "nothing of it is lost"
     assert pages.plain(said) == said, "nowhere a hidden character"
     clean = Reader(page_of(tmp_path, right, wrong))
     assert reader.tags <= clean.tags, "no tag, no attribute and no value of its making"
 
 
-PACKED = '<i style="width:59.38%">2</i><i style="width:31.25%">3</i>'  # 38 and 20 of 64 tokens
+PACKED = '<i style="width:34.78%">2</i><i style="width:34.78%">3</i>'  # 8 and 8 of 23 tokens
 TOLD = [
-    (1.0, {}, "up w2", ["▲ +1.29", '<pre class="up w2">none', "drawn 2×", ">not drawn<", PACKED]),
-    (1.0, {}, "up w2", ["✂ cut to fit", "right answer: <bdi>oslo</bdi>", '<pre class="flat">ada']),
+    (1.0, {}, "up w2", ["▲ +1.29", '<pre class="up w2">ada', "drawn 2×", ">not drawn<", PACKED]),
+    (1.0, {}, "up w2", ["✂ cut to fit", "right answer: <bdi>1968</bdi>", '<pre class="flat">ada']),
     (0.0, {}, "down w1", ["▼ −0.77"]),
     # What does not push is flat.
     (1.0, {"advantage": 0.0}, "flat", ["● 0"]),
@@ -169,11 +137,12 @@ TOLD = [
 
 @pytest.mark.parametrize("reward, known, push, parts", TOLD)
 def test_the_page_tells_trained_from_given_and_up_from_down(tmp_path, reward, known, push, parts):
-    record = fake_record(0, reward, **known)
-    for chunk, drawn in zip(record["turns"][0]["chunks"], (2, 0)):
-        chunk["drawn"] = drawn
-    content = page_of(tmp_path, record).decode()
-    said = [f'<pre class="{push}">&lt;call&gt; search', '<pre class="given">in which', *parts]
+    content = page_of(tmp_path, fake_record(0, reward, **known)).decode()
+    said = [
+        f'<pre class="{push}">&lt;call&gt; search',
+        '<pre class="given">&lt;s2&gt;',
+        *parts,
+    ]
     assert [part for part in said if part not in content] == []
 
 

@@ -56,9 +56,6 @@ def cross_entropy(stock, samples):
     return losses
 
 
-# ---------------------------------------------------------------- the loss
-
-
 # An optimizer that leaves the gradient to be looked at.
 NO_STEP = SimpleNamespace(zero_grad=lambda set_to_none: None, step=lambda: None)
 
@@ -87,9 +84,6 @@ def test_loss_and_gradient_are_those_of_cross_entropy(capacity):
         policy.model.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="lower --lr"):  # the gradient is no number
         warm_start.learn(policy, NO_STEP, batch_of(samples), options, CPU)
-
-
-# ---------------------------------------------------------------- demonstrations in a file
 
 
 def learned(sample, tok):
@@ -193,9 +187,6 @@ def test_every_demonstration_comes_once_a_round(tmp_path):
     assert said[:5] != said[5:]
 
 
-# ---------------------------------------------------------------- the command
-
-
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
@@ -242,9 +233,7 @@ def test_fp32_on_cuda_is_refused_before_anything_is_loaded(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("given, code", [({"model": "nowhere"}, 2), ({}, 130)])
-def test_a_start_that_is_missing_and_an_interrupt_leave_nothing(
-    command, tmp_path, capsys, monkeypatch, given, code
-):
+def test_what_ends_early_leaves_nothing(command, tmp_path, capsys, monkeypatch, given, code):
     monkeypatch.setattr(warm_start, "learn", Mock(side_effect=KeyboardInterrupt))
     assert command(**given) == code
     said = capsys.readouterr().err
