@@ -5,7 +5,7 @@
     load_questions("nq")                         one of the paper's seven QA sets (SETS)
     load_questions("nq/train")                   a split of it, as FlashRAG publishes it
     load_questions("frames")                     a benchmark (BENCHMARKS); hle and gaia need access
-    load_questions("nq/train:2,hotpotqa/train:1.5,my.jsonl")     a mix
+    load_questions("nq/train,hotpotqa/train,my.jsonl")     several sets, joined
 
 A file has one JSON object per line, with the names of FlashRAG: a "question", its "golden_answers"
 (a list) or one "answer", and optionally an "id". Only an evaluation takes questions without an
@@ -23,10 +23,8 @@ import csv
 import hashlib
 import itertools
 import json
-import math
 import os
 import random
-import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -67,63 +65,26 @@ BENCHMARKS = {
     "hle": ("cais/hle/data/test-00000-of-00001.parquet", "question", "answer"),
 }
 
-# ------------------------------------------------------------------------ one set, or a mix of them
+# -------------------------------------------------------------------------- one set, or several
 
 
 def load_questions(spec: str, *, limit: int | None = None, seed: int = 0) -> list[Question]:
-    """The questions of one set, or of a mix; at most `limit`, drawn without replacement.
+    """The questions of "set", or of "set,set,..."; at most `limit`, drawn without replacement.
 
-    One set keeps its order. A mix is "set:weight,set:weight,...": each set contributes its share of
-    the total, and all are shuffled. The total is as large as the sets and `limit` allow. A missing
-    weight is 1. Without any weight the sets are joined, and a limit draws from all of them. In a
-    mix an id is "set/id".
-
-    All draws depend only on `seed`. A smaller limit draws other questions, not a part of the same.
+    Several sets are joined, each in its order, and an id is then "set/id". The draw depends only on
+    `seed`. A smaller limit draws other questions, not a part of the same.
     """
-    items = [spec] if os.path.isfile(spec) else spec.split(",")
-    weights = dict(read_item(item.strip()) for item in items)
-    if len(weights) < len(items):
-        raise UserError(f"{spec} names a set twice: give it once, with the sum of the weights")
-    sets = {name: load_set(name) for name in weights}
-    if len(sets) > 1:
-        for name, questions in sets.items():
-            sets[name] = [replace(q, id=f"{name}/{q.id}") for q in questions]
-        if any(weights.values()):
-            return mix(sets, {name: w or 1.0 for name, w in weights.items()}, limit, seed)
-    joined = sum(sets.values(), [])
-    return draw(joined, limit or len(joined), f"{seed}")
-
-
-def read_item(item: str) -> tuple[str, float | None]:
-    """One item of a mix: (the set's name, its weight or None)."""
-    weighted = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)", item)
-    if not weighted or os.path.isfile(item):
-        return item, None
-    if not 0 < float(weighted[2]) <= 1e6:  # so that no sum is infinite
-        raise UserError(f"{item:.100}: the weight must be above 0 and at most a million")
-    return weighted[1], float(weighted[2])
-
-
-def mix(
-    sets: dict[str, list[Question]], weights: dict[str, float], limit: int | None, seed: int
-) -> list[Question]:
-    """A share of each set in proportion to its weight, shuffled."""
-    # Questions per unit of weight.
-    density = min(len(sets[name]) / weight for name, weight in weights.items())
-    if limit:
-        density = min(density, limit / sum(weights.values()))
+    names = [spec] if os.path.isfile(spec) else [name.strip() for name in spec.split(",")]
+    if len(set(names)) < len(names):
+        raise UserError(f"{spec} names a set twice: give it once")
     questions = []
-    for name, weight in weights.items():
-        # Rounded up, so that there are at least `limit`. The shuffled list is cut to `limit`.
-        count = math.ceil(round(density * weight, 6))
-        questions += draw(sets[name], count, f"{seed}/{name}")
-    random.Random(f"{seed}").shuffle(questions)
-    return questions[:limit]
-
-
-def draw(questions: list[Question], count: int, seed: str) -> list[Question]:
-    """At most `count` of the questions, drawn without replacement, in their order."""
-    indices = random.Random(seed).sample(range(len(questions)), min(count, len(questions)))
+    for name in names:
+        loaded = load_set(name)
+        if len(names) > 1:
+            loaded = [replace(q, id=f"{name}/{q.id}") for q in loaded]
+        questions += loaded
+    count = min(limit or len(questions), len(questions))
+    indices = random.Random(f"{seed}").sample(range(len(questions)), count)
     return [questions[index] for index in sorted(indices)]
 
 

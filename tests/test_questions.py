@@ -1,4 +1,4 @@
-"""Questions from files, the hub, benchmarks and a mix; what is held out."""
+"""Questions from files, the hub, benchmarks and several sets; what is held out."""
 
 import base64
 import hashlib
@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -72,7 +71,7 @@ def test_a_malformed_line_is_named(tmp_path, bad):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("spec", ["", "pipe", "latin", "one:0.0", "one:1,one:2", "hub:only/two"])
+@pytest.mark.parametrize("spec", ["", "pipe", "latin", "one, one", "hub:only/two"])
 def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
     """From a pipe into which nobody writes one would read for ever."""
     monkeypatch.chdir(tmp_path)
@@ -84,36 +83,20 @@ def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
     assert len(str(error.value)) < 400
 
 
-# --------------------------------------------------------------------------------- limits and mixes
+# ----------------------------------------------------------------------------- limits, several sets
 
 
-def test_a_limit_draws_by_the_seed_and_keeps_the_order(tmp_path):
-    path = write(tmp_path / "a.jsonl", *map(line, range(100)))
-    all_ = load_questions(path)
-    some = load_questions(path, limit=10)
-    assert some == load_questions(path, limit=10) != load_questions(path, limit=10, seed=1)
-    assert len(set(some)) == 10
-    assert [q for q in all_ if q in some] == some
-    assert load_questions(path, limit=1000) == all_ == load_questions(f"{path}:3")
-
-
-def test_a_mix_keeps_its_proportions_and_no_question_comes_twice(tmp_path):
-    a, b, c = (
-        write(tmp_path / f"{size}.jsonl", *map(line, range(size))) for size in (100, 30, 500)
-    )
-    spec = f"{a}:2,{b}:1.5,{c}"
-    mixed = load_questions(spec, limit=45)
-    assert Counter(q.source for q in mixed) == {a: 20, b: 15, c: 10} and len({*mixed}) == 45
-    assert all(q.id.startswith(q.source + "/") for q in mixed)
-    assert mixed == load_questions(spec, limit=45)
-    assert len(load_questions(spec, limit=10)) == 10  # the shares, rounded up, are 12
-    assert load_questions(spec, limit=1000) == load_questions(spec)
-    assert {*mixed} != {*load_questions(spec, limit=45, seed=1)}
-    assert [q.source for q in mixed] != sorted(q.source for q in mixed)  # shuffled
-    # Without a limit the scarcest set decides: 30 / 1.5 * (2 + 1.5 + 1) = 90 questions.
-    assert Counter(q.source for q in load_questions(spec)) == {a: 40, b: 30, c: 20}
-    # Without weights they are joined whole.
-    assert [q.source for q in load_questions(f"{b}, {a}")] == [b] * 30 + [a] * 100
+def test_sets_are_joined_and_a_limit_draws_by_the_seed_from_all_of_them(tmp_path):
+    a, b = (write(tmp_path / f"{size}.jsonl", *map(line, range(size))) for size in (100, 30))
+    spec = f"{b}, {a}"
+    joined = load_questions(spec)
+    assert [q.source for q in joined] == [b] * 30 + [a] * 100
+    assert (joined[29].id, joined[30].id) == (f"{b}/test_29", f"{a}/test_0")
+    some = load_questions(spec, limit=20)
+    assert some == load_questions(spec, limit=20) != load_questions(spec, limit=20, seed=1)
+    assert len(set(some)) == 20 and {q.source for q in some} == {a, b}
+    assert [q for q in joined if q in some] == some
+    assert load_questions(spec, limit=1000) == joined
 
 
 # ---------------------------------------------------------------------------------------- held out
