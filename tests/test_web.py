@@ -81,8 +81,7 @@ def test_a_refusal_is_final_and_shows_no_part_of_the_key_however_a_service_write
 
 
 def test_pauses_grow_and_jitter_and_last_as_long_as_asked_but_not_for_ever(server, tmp_path, waits):
-    asked = {"20": 20, "86400": web.LONGEST_WAIT, "9" * 5000: web.LONGEST_WAIT, "٣": 0, "-5": 0}
-    for seconds, read in asked.items():
+    for seconds, read in {"86400": web.LONGEST_WAIT, "9" * 5000: web.LONGEST_WAIT, "٣": 0}.items():
         assert web.retry_after({"Retry-After": seconds}) == read
     for seconds, read in {20: 20, -20: 0, 9999: web.LONGEST_WAIT}.items():
         then = datetime.now(UTC) + timedelta(seconds=seconds)
@@ -176,14 +175,14 @@ def test_a_service_that_is_silent_slow_or_endless_fails(
     assert len(server.requests) == 2
 
 
-USELESS = [
-    ("MARS_SERPER_URL", "http://user:pw@host"),
-    ("SERPER_API_KEY", "two pw"),
-    ("ALL_PROXY", "socks4://user:pw@host:1"),
-]
-
-
-@pytest.mark.parametrize("variable, value", USELESS)
+@pytest.mark.parametrize(
+    "variable, value",
+    [
+        ("MARS_SERPER_URL", "http://user:pw@host"),
+        ("SERPER_API_KEY", "two pw"),
+        ("ALL_PROXY", "socks4://user:pw@host:1"),
+    ],
+)
 def test_an_environment_of_no_use_is_one_sentence_that_does_not_show_it(
     server, tmp_path, monkeypatch, variable, value
 ):
@@ -197,16 +196,12 @@ def test_an_environment_of_no_use_is_one_sentence_that_does_not_show_it(
 # The cache, and equal requests -------------------------------------------------------------------
 
 
-def kept(tmp_path):
-    return [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
-
-
 def test_good_answers_are_kept_without_the_key(server, tmp_path):
     server.replies = [GOOD, says(ECHO)]
     first = serper(tmp_path)("ada")
     assert serper(tmp_path)("ada") == first and len(server.requests) == 1
     assert serper(tmp_path)("  ") == [] and len(server.requests) == 1
-    (file,) = kept(tmp_path)
+    (file,) = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     request = json.dumps([f"{server.url}/search", {"num": 5, "q": "ada"}])
     assert file.name == hashlib.sha256(request.encode()).hexdigest()
     assert KEY not in file.read_text()
