@@ -27,9 +27,6 @@ def write(path, *lines):
     return str(path)
 
 
-# -------------------------------------------------------------------------------------------- files
-
-
 def test_both_forms_of_a_line_as_programs_write_them(tmp_path):
     """With a byte order mark, a carriage return and an empty line."""
     path = write(
@@ -83,9 +80,6 @@ def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
     assert len(str(error.value)) < 400
 
 
-# ----------------------------------------------------------------------------- limits, several sets
-
-
 def test_sets_are_joined_and_a_limit_draws_by_the_seed_from_all_of_them(tmp_path):
     a, b = (write(tmp_path / f"{size}.jsonl", *map(line, range(size))) for size in (100, 30))
     spec = f"{b}, {a}"
@@ -97,9 +91,6 @@ def test_sets_are_joined_and_a_limit_draws_by_the_seed_from_all_of_them(tmp_path
     assert len(set(some)) == 20 and {q.source for q in some} == {a, b}
     assert [q for q in joined if q in some] == some
     assert load_questions(spec, limit=1000) == joined
-
-
-# ---------------------------------------------------------------------------------------- held out
 
 
 def test_no_question_is_in_both_parts(tmp_path):
@@ -117,9 +108,6 @@ def test_no_question_is_in_both_parts(tmp_path):
     assert [question.text for question in held_out] == ["q0?", "q1?", "q2?", "q3?"]
     assert len(train) == 32
     assert same_question(" Ｗho\nwas  it?!") == same_question("who was it.")
-
-
-# ------------------------------------------------------------------------------------------ the hub
 
 
 @pytest.fixture
@@ -146,27 +134,22 @@ def test_short_names_and_their_splits(hub):
     for file in f"{evaluated} bamboogle/test nq/train 2wikimultihopqa/train".split():
         hub[f"{FLASHRAG}/{file}.jsonl"] = line(file)
     seven = load_questions("nq,triviaqa,popqa,hotpotqa,2wiki,musique,bamboogle")
-    assert [q.id.split("/", 1)[1] for q in seven] == [
-        f"test_{file}" for file in f"{evaluated} bamboogle/test".split()
-    ]
+    assert [q.id.partition("_")[2] for q in seven] == f"{evaluated} bamboogle/test".split()
     train = load_questions(f"nq/train,hub:{FLASHRAG}/2wikimultihopqa/train.jsonl")
     assert [q.id.rpartition("_")[2] for q in train] == ["nq/train", "2wikimultihopqa/train"]
 
 
-# --------------------------------------------------------------------------------- benchmarks
-
 LONG = "Which café, " + "of all that are named " * 9 + "日本, is it?"  # longer than a key
 
 
-def encrypted(text, canary):
+def secret_row(question, answer, canary):
     """As the authors of BrowseComp describe it: XOR with the repeated hash, then base64."""
     key = hashlib.sha256(canary.encode()).digest() * 100
-    return base64.b64encode(bytes(a ^ b for a, b in zip(text.encode(), key))).decode()
 
+    def encrypt(text):
+        return base64.b64encode(bytes(a ^ b for a, b in zip(text.encode(), key))).decode()
 
-def secret_row(question, answer, canary):
-    row = {"problem": encrypted(question, canary), "answer": encrypted(answer, canary)}
-    return {**row, "problem_topic": "Art", "canary": canary}
+    return {"problem": encrypt(question), "answer": encrypt(answer), "canary": canary}
 
 
 # The first column of frames has no name, and cells hold quotation marks and line breaks.
