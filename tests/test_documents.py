@@ -13,9 +13,6 @@ from loopback import needs_lxml, needs_markitdown, needs_pypdf
 from config import UserError
 from tools import Document, documents, reader
 
-# Characters --------------------------------------------------------------------------------------
-
-
 DECLARED = [
     b'<meta charset="us-ascii">caf\xe9',  # what browsers take it for
     b'<?xml version="1.0" encoding="macintosh"?><html>caf\x8e',
@@ -39,16 +36,11 @@ LABELS = [
 
 
 @needs_lxml
-@pytest.mark.parametrize("page", DECLARED)
-def test_html_is_decoded_as_it_declares(page):
-    assert reader.html_to_text(page) == "café"
-
-
-@needs_lxml
-@pytest.mark.parametrize("label, encoding, text", LABELS)
-def test_labels_mean_what_they_mean_to_browsers(label, encoding, text):
-    page = f'<meta http-equiv=content-type content="text/html; charset={label}">{text}'
-    assert reader.html_to_text(page.encode(encoding)) == text
+def test_html_is_decoded_as_it_declares_and_labels_mean_what_they_mean_to_browsers():
+    assert {reader.html_to_text(page) for page in DECLARED} == {"café"}
+    for label, encoding, text in LABELS:
+        page = f'<meta http-equiv=content-type content="text/html; charset={label}">{text}'
+        assert reader.html_to_text(page.encode(encoding)) == text, label
 
 
 # HTML --------------------------------------------------------------------------------------------
@@ -118,9 +110,6 @@ def test_a_text_without_end_is_cut():
     assert text == "é" * reader.MOST_CHARACTERS + "\n" + reader.CUT
 
 
-# PDF ---------------------------------------------------------------------------------------------
-
-
 # By hand, without the table of its objects, which pypdf makes anew.
 PDF = b"""%PDF-1.4
 1 0 obj << /Type /Catalog /Pages 2 0 R >> endobj
@@ -147,8 +136,6 @@ def test_a_pdf_is_read_page_by_page_and_a_damaged_one_is_no_text():
     with pytest.raises(reader.NotText, match="PDF that is damaged"):
         reader.read(PDF[:50], "pdf")
 
-
-# Word files and slides ---------------------------------------------------------------------------
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 
@@ -263,7 +250,7 @@ def test_passages_cover_every_word_and_overlap(count, words, overlap):
         assert part[len(part) - shared :] == following[:shared]
 
 
-def test_passages_know_their_file_lines_and_heading():
+def test_passages_know_their_file_lines_page_and_heading():
     lines = ["intro", "", "# Fruit #", *[numbered(10)] * 10, "Prices", "======"]
     lines += [*[numbered(10)] * 10, "```", "# a comment", "```", *[numbered(10)] * 10]
     whole = Document("deep/b.md", "b", "deep/b.md", "\n".join(lines))
@@ -276,11 +263,7 @@ def test_passages_know_their_file_lines_and_heading():
         between = "\n".join(text[int(first) - 1 : int(last)])
         assert part.text in between
     assert [part.id for part in parts] == [f"deep/b.md#{i:04}" for i in range(1, len(parts) + 1)]
-
-
-def test_passages_of_a_pdf_know_their_page_and_those_of_the_web_keep_their_url():
-    text = f"{numbered(30)}\f{numbered(30)}"
-    web = "https://x.test/"
+    text, web = f"{numbered(30)}\f{numbered(30)}", "https://x.test/"
     for url, places in (("p.pdf", ["p.pdf, page 1", "p.pdf, page 2"]), (web, [web, web])):
         parts = documents.passages(Document("p", "p", url, text), words=30, overlap=0)
         assert [part.url for part in parts] == places
