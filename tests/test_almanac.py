@@ -17,7 +17,7 @@ from helpers.stopped import options_of
 
 import mars
 from bench import arms, fidelity, pages, swap
-from config import UserError, parse, parser
+from config import parse, parser
 from plumbing import models
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
@@ -56,7 +56,6 @@ def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
     [
         ("capital", "none; note: Nauru has no official capital", None),
         ("coastline", "0 km", None),
-        ("number of airports", "174 (2025)", "174"),
         ("largest export partner", "China 34%, USA 14%, Canada 5% (2023)", "China"),
         ("largest export partner", "Germany 10%, USA 10%, Denmark 8% (2023)", None),
         ("national anthem", '"One" and "Another"', None),
@@ -176,6 +175,9 @@ def test_what_is_refused_is_refused_before_the_warm_start(tmp_path, monkeypatch,
         "--preset paper": "choose from almanac, almanac-short",
         "--page_fields -1": "--page_fields must be at least 0",
         "--resume": "--resume needs the --name",
+        "--credit own --balance uniform": "--credit needs",
+        "--credit own --system1 frozen": "--credit needs",
+        "--credit own --shared_group": "--credit needs",
     }
     for line, reason in refused.items():
         assert almanac.main(["--model", model, *line.split()]) == 2
@@ -194,19 +196,17 @@ def a_note(prompt, text, reward, holds):
 def two_attempts():
     """(trajectories, notes): one note on the chunk with the fact (prompt 1), others elsewhere."""
     told, idle, invented = "The capital of Peru is Lima.", "Nothing here.", "It is Cusco."
-    attempts = [
-        [a_note(1, told, 1.0, True), *(a_note(n, idle, 1.0, False) for n in (2, 3))],
-        [a_note(1, told, 0.0, True), *(a_note(n, invented, 0.0, False) for n in (2, 4))],
-    ]
+    first = [a_note(1, told, 1.0, True), *(a_note(n, idle, 1.0, False) for n in (2, 3))]
+    second = [a_note(1, told, 0.0, True), *(a_note(n, invented, 0.0, False) for n in (2, 4))]
     trajectories = []
-    for attempt, (reward, notes) in enumerate(zip((1.0, 0.0), attempts)):
-        trajectory = Trajectory(None, 0, attempt, reward=reward)
+    for attempt, notes in enumerate((first, second)):
+        reward = 1.0 - attempt
         sys2 = Sample("sys2", 0, attempt, [0, 1], [False, True], reward=reward)
         samples = [sys2, *(note.sample for note in notes)]
-        trajectory.contexts = [SimpleNamespace(sample=sample) for sample in samples]
-        trajectory.notes = notes
-        trajectories.append(trajectory)
-    return trajectories, attempts[0] + attempts[1]
+        contexts = [SimpleNamespace(sample=sample) for sample in samples]
+        trajectories.append(Trajectory(None, 0, attempt, reward=reward, contexts=contexts))
+        trajectories[-1].notes = notes
+    return trajectories, first + second
 
 
 @pytest.mark.parametrize(
@@ -229,6 +229,10 @@ def test_advantages_and_weights_by_each_rule_of_credit(rule, told, elsewhere, we
     expected = set(zip((True, False), weights))
     assert {(note.holds, note.sample.loss_weight) for note in notes} == expected
     assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
+    for question, note in enumerate(notes):  # notes on one chunk for other questions
+        note.sample.question_index = question
+    almanac.credit(AlmanacConfig(credit=rule, balance="none"), trajectories, 0)
+    assert rule in ("mars", "pooled") or not any(note.sample.advantage for note in notes)
 
 
 LOST = ["It is Lima.", "It is Cusco.", almanac.IDLE]
@@ -251,20 +255,6 @@ def test_silence_is_worse_than_a_wrong_word_where_another_tells(rule, holds, tex
     config = AlmanacConfig(credit=rule, balance="none", advantage="mean")
     almanac.credit(config, trajectories, 0)
     assert [note.sample.advantage for note in notes] == pytest.approx(expected)
-
-
-def test_notes_on_one_chunk_for_two_questions_are_not_compared():
-    trajectories, notes = two_attempts()
-    for place, note in enumerate(notes):
-        note.sample.question_index = place
-    almanac.credit(AlmanacConfig(credit="own", balance="none"), trajectories, 0)
-    assert not any(note.sample.advantage for note in notes)
-
-
-def test_a_rule_of_credit_beside_another_is_refused():
-    for other in ({"balance": "uniform"}, {"system1": "frozen"}, {"shared_group": True}):
-        with pytest.raises(UserError, match="--credit"):
-            AlmanacConfig(**{"credit": "own", "balance": "none"} | other).check(training=True)
 
 
 def test_a_note_is_right_if_it_tells_the_fact_or_is_rightly_silent():
@@ -403,8 +393,5 @@ def test_page_lengths_are_tabulated_and_drawn(tmp_path, monkeypatch):
     rows = pages.tabulate(options)
     assert [(row["tokens"], row["right"]) for row in rows] == [(1500, 2), (6000, 1)]
     pages.draw(rows, tmp_path / "pages.png")
-    for fields in pages.LENGTHS:
-        more = pages.at_length(options, fields).more
-        for arm in pages.ARMS:
-            config = options_of(almanac.main, [*arms.ARMS["almanac"][arm], *more])
-            assert config.page_fields == fields
+    assert (tmp_path / "pages.png").exists()
+    assert options_of(almanac.main, pages.at_length(options, 6).more).page_fields == 6
