@@ -43,9 +43,6 @@ def test_html_is_decoded_as_it_declares_and_labels_mean_what_they_mean_to_browse
         assert reader.html_to_text(page.encode(encoding)) == text, label
 
 
-# HTML --------------------------------------------------------------------------------------------
-
-
 def table(*rows):
     return f"<table>{''.join(f'<tr>{row}' for row in rows)}</table>"
 
@@ -184,9 +181,6 @@ def test_a_word_file_without_its_reader_is_refused_with_the_line_that_installs_i
         documents.read_documents(tmp_path / "a.docx")
 
 
-# Files -------------------------------------------------------------------------------------------
-
-
 @needs_lxml
 def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     tmp_path, capsys, monkeypatch
@@ -226,9 +220,6 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
 def test_titles_are_one_line_without_control_characters():
     made = documents.make_document("1", "A\n# B (https://b.test)\u202e\x1b]0;x\x07", "u\nv", "t\n")
     assert made == Document("1", "A # B (https://b.test) ]0;x", "u v", "t\n")
-
-
-# Passages ----------------------------------------------------------------------------------------
 
 
 def numbered(count):

@@ -26,8 +26,6 @@ def on_disk(docs, k, cache, **options):
     return search.make("local", docs=docs, k=k, cache=cache, **options)
 
 
-# Local --------------------------------------------------------------------------------------------
-
 FOUND = {  # what is searched, and what finds it and nothing else
     "Vitamin C is sour.": ["vitamin c", "VITAMIN C"],
     "Vitamin D is not.": ["vitamin d"],
@@ -82,12 +80,6 @@ def test_local_is_bm25_sorted_by_score_then_id(texts, query, k):
         assert sorted(by_name[one]) != sorted(by_name[other]) or one < other
 
 
-def write_jsonl(path, rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path
-
-
 ROWS = [
     {"id": 2, "contents": '"Ada Baker"\nborn 1968'},
     {"id": "b", "title": "Bob", "contents": "born 1970", "url": "u"},
@@ -96,7 +88,9 @@ ROWS = [
 
 
 def test_jsonl_is_read_with_its_titles_and_a_malformed_line_is_named(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [ROWS[0], "", *ROWS[1:]])
+    path = tmp_path / "d.jsonl"
+    first, *rows = map(json.dumps, ROWS)
+    path.write_text("\n".join([first, "", *rows]))
     find = on_disk(path, 9, tmp_path)
     assert sorted(find("born"), key=lambda d: d.id) == [
         Document("2", "Ada Baker", "", "born 1968"),
@@ -104,13 +98,9 @@ def test_jsonl_is_read_with_its_titles_and_a_malformed_line_is_named(tmp_path):
         Document("c", "", "", "one line ? only\u2028born"),
     ]
     assert ids(find("baker")) == ["2"]  # the title is searched as well
-    for line in (
-        "{",
-        "[1]",
-        '{"id": 1, "contents": "", "title": 5}',
-        '{"id": "2", "contents": ""}',
-    ):
-        write_jsonl(path, [ROWS[0], line])
+    malformed = ["{", "[1]", '{"id": 1, "contents": "", "title": 5}', '{"id": "2", "contents": ""}']
+    for line in malformed:
+        path.write_text(f"{first}\n{line}")
         with pytest.raises(UserError, match='d.jsonl, line 2: a line is {"id"'):
             on_disk(path, 1, tmp_path)
 
@@ -151,9 +141,6 @@ def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(
     assert len(on_disk(docs, 7, cache)("fresh")) == 7
     kept = [file for file in cache.rglob("*") if file.is_file() and b"old1" in file.read_bytes()]
     assert len({file.parent for file in kept}) == 1  # of whole documents: the other was replaced
-
-
-# Wire formats -------------------------------------------------------------------------------------
 
 
 def test_serper_is_asked_as_documented(server, tmp_path):
@@ -215,9 +202,6 @@ def test_a_retrievers_answers_are_kept_for_one_run(server, tmp_path):
             find("ada")
         for _ in range(2):
             assert [document.text for document in find("ada")] == [run]
-
-
-# Pages behind the results -------------------------------------------------------------------------
 
 
 def found(*links):
@@ -295,8 +279,6 @@ def test_a_paper_that_is_refused_is_read_from_its_open_copy(server, tmp_path):
     assert two.text == f"{search.UNREAD}\ns"
     assert not any("bad" in path for _, path, *_ in server.requests)
 
-
-# Blocked hosts ------------------------------------------------------------------------------------
 
 SAME_SITE = """https://bad.test/x https://BAD.Test/x https://bad.test./x https://www.bad.test
 https://a.b.bad.test/x https://bad.test:8443/x https://user:word@bad.test/x ftp://bad.test/x
