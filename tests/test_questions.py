@@ -62,10 +62,8 @@ BAD = {
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad[:40])
 def test_a_malformed_line_is_named(tmp_path, bad):
     path = write(tmp_path / "q.jsonl", line(1, id=1), bad, line(4))
-    with pytest.raises(UserError, match=re.escape(BAD[bad])) as error:
+    with pytest.raises(UserError, match=rf"\A{re.escape(path)}, line 2: .*{BAD[bad]}.*\Z"):
         load_questions(path)
-    assert str(error.value).startswith(f"{path}, line 2: ")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("spec", ["", "pipe", "latin", "one, one", "hub:only/two"])
