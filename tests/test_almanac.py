@@ -270,9 +270,8 @@ def test_a_note_is_right_if_it_tells_the_fact_or_is_rightly_silent():
 def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     question = almanac_world.held_out(almanac_world.make_world())[0]
     fact = question.fact
-    read = f"{fact.title}\n{fact.line}"
     chunks = [
-        {"prompt": read, "note": f"It is {fact.golds[0]}.<|im_end|>"},
+        {"prompt": f"{fact.title}\n{fact.line}", "note": f"It is {fact.golds[0]}.<|im_end|>"},
         {"prompt": f"{fact.title}\nelse", "note": "Nothing here.<|im_end|>"},
         {"prompt": f"elsewhere\n{fact.line}", "note": "Something.<|im_end|>"},
     ]
@@ -292,7 +291,7 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
 
 @needs_pages
 def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monkeypatch):
-    """Its commands are carried out up to where a model would be loaded."""
+    """On longer pages. Its commands are carried out up to where a model would be loaded."""
     monkeypatch.setattr(almanac, "warm_model", lambda config, tools: models.SMOLLM2)
     done = []
 
@@ -302,13 +301,12 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         arm = name.removeprefix("start-").split("-5")[0]
         assert (config.system1 == "none") == (arm in ("none", "one-agent", "passages"))
         folder = Path(config.runs) / config.name
-        assert config.bf16 == "on"
+        assert (config.bf16, config.page_fields) == ("on", 6)
         if "eval" in line:  # it reads as its arm does
             assert (config.temperature == 0) == name.endswith("greedy")
             reads = parse(parser(AlmanacConfig, ""), arms.ARMS["almanac"].get(arm, []))
-            reads.pop("group", None)  # an evaluation makes one attempt
+            reads |= {"group": config.group, "eval_questions": 9}  # it makes one attempt
             assert reads.items() <= vars(config).items()
-            assert config.eval_questions == 9
             (folder / "rollouts").mkdir(parents=True)
             (folder / "rollouts" / "step_0.jsonl").write_text('{"reward": 1}\n{"reward": 0.5}\n')
             return
@@ -321,21 +319,26 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         (folder / "config.json").write_text(json.dumps(vars(config)))
         (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4, "tokens_read": 7}')
 
-    monkeypatch.setattr(arms, "cells", lambda folder: {})
+    monkeypatch.setattr(arms, "cells", lambda folder: {"all": [1, 2]})
     monkeypatch.setattr(arms, "call_python", call_python)
     options = SimpleNamespace(seeds=[5], arms=arms.ARMS["almanac"], eval_questions="9")
-    options.more, options.decodings = ["--bf16", "on"], arms.DECODING
-    options.runs, options.records = tmp_path / "runs", tmp_path / "records"
-    begun = options.runs / "own-5" / "config.json"
+    options.more, options.runs, options.records = ["--bf16", "on"], tmp_path, tmp_path / "records"
+    longer = pages.at_length(options, 6)
+    longer.decodings = arms.DECODING
+    begun = longer.runs / "own-5" / "config.json"
     begun.parent.mkdir(parents=True)
     begun.write_text(json.dumps({"preset": "almanac", "model": "warm/own"}))
-    arms.run_missing(options)
+    arms.run_missing(longer)
     expected = 3 * len(arms.ARMS["almanac"]) + 2 * (1 + len(arms.OTHER_READING))
     assert len(done) == len(set(done)) == expected
     costs = {"start-5": {}, "own-5": {"read tokens an attempt": 7, "trained tokens": 0}}
     for name, cost in costs.items():
-        record = json.loads((options.records / f"{name}-greedy.json").read_text())
+        record = json.loads((longer.records / f"{name}-greedy.json").read_text())
         assert record["right"] == "10" and record["of a step"] == cost
+    rows = pages.tabulate(options)
+    counts = [(row["arm"], row["tokens"], row["right"], row["asked"]) for row in rows]
+    assert sorted(counts) == [(arm, 6000, 1, 2) for arm in sorted(pages.ARMS)]
+    pages.draw(rows, tmp_path / "pages.png")
 
 
 @needs_pages
@@ -379,19 +382,3 @@ def test_every_system_2_is_paired_with_every_reader_once(tmp_path):
     for run, system2, system1, model in pairs:
         assert (model is None) == (system1 == system2)
         assert system1 != "start" or model in (None, Path(f"warm-{run.name}"))
-
-
-@needs_pages
-def test_page_lengths_are_tabulated_and_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(almanac, "warm_model", lambda config, tools: models.SMOLLM2)
-    options = SimpleNamespace(runs=tmp_path, records=tmp_path, seeds=[0], more=[])
-    for fields, right in ((1, "1100"), (6, "1000")):
-        folder = pages.at_length(options, fields).records
-        folder.mkdir()
-        record = {"cells": {"all": [right.count("1"), 4]}, "right": right, "of a step": {}}
-        (folder / "mars-0-sampled.json").write_text(json.dumps(record))
-    rows = pages.tabulate(options)
-    assert [(row["tokens"], row["right"]) for row in rows] == [(1500, 2), (6000, 1)]
-    pages.draw(rows, tmp_path / "pages.png")
-    assert (tmp_path / "pages.png").exists()
-    assert options_of(almanac.main, pages.at_length(options, 6).more).page_fields == 6
