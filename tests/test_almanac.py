@@ -336,8 +336,8 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         record = json.loads((longer.records / f"{name}-greedy.json").read_text())
         assert record["right"] == "10" and record["of a step"] == cost
     rows = pages.tabulate(options)
-    counts = [(row["arm"], row["tokens"], row["right"], row["asked"]) for row in rows]
-    assert sorted(counts) == [(arm, 6000, 1, 2) for arm in sorted(pages.ARMS)]
+    counts = [(row["arm"], row["decoding"], row["tokens"], row["right"]) for row in rows]
+    assert sorted(counts) == [(arm, "sampled", 6000, 1) for arm in sorted(pages.ARMS)]
     pages.draw(rows, tmp_path / "pages.png")
 
 
