@@ -5,7 +5,7 @@
     load_questions("nq")                         one of the paper's seven QA sets (SETS)
     load_questions("nq/train")                   a split of it, as FlashRAG publishes it
     load_questions("frames")                     a benchmark (BENCHMARKS); hle and gaia need access
-    load_questions("nq/train,hotpotqa/train,my.jsonl")     several sets
+    load_questions("nq/train,hotpotqa/train,my.jsonl")     several sets, joined
 
 A file has one JSON object per line, with the names of FlashRAG: a "question", its "golden_answers"
 (a list) or one "answer", and optionally an "id". Only an evaluation takes questions without an
@@ -65,29 +65,26 @@ BENCHMARKS = {
     "hle": ("cais/hle/data/test-00000-of-00001.parquet", "question", "answer"),
 }
 
-# ----------------------------------------------------------------------------- one or several sets
+# -------------------------------------------------------------------------- one set, or several
 
 
 def load_questions(spec: str, *, limit: int | None = None, seed: int = 0) -> list[Question]:
-    """The questions of one or several comma-separated sets, in their order.
+    """The questions of "set", or of "set,set,..."; at most `limit`, drawn without replacement.
 
-    Of several sets an id is "set/id". At most `limit` questions are drawn from all of them, without
-    replacement. Draws depend only on `seed`. A smaller limit draws other questions, not a part of
-    the same. UserError if a set is named twice.
+    Several sets are joined, each in its order, and an id is then "set/id". The draw depends only on
+    `seed`. A smaller limit draws other questions, not a part of the same.
     """
     names = [spec] if os.path.isfile(spec) else [name.strip() for name in spec.split(",")]
-    if len({*names}) < len(names):
+    if len(set(names)) < len(names):
         raise UserError(f"{spec} names a set twice: give it once")
     questions = []
     for name in names:
-        own = load_set(name)
-        questions += own if len(names) == 1 else [replace(q, id=f"{name}/{q.id}") for q in own]
-    return draw(questions, limit or len(questions), f"{seed}")
-
-
-def draw(questions: list[Question], count: int, seed: str) -> list[Question]:
-    """At most `count` of the questions, drawn without replacement, in their order."""
-    indices = random.Random(seed).sample(range(len(questions)), min(count, len(questions)))
+        loaded = load_set(name)
+        if len(names) > 1:
+            loaded = [replace(q, id=f"{name}/{q.id}") for q in loaded]
+        questions += loaded
+    count = min(limit or len(questions), len(questions))
+    indices = random.Random(f"{seed}").sample(range(len(questions)), count)
     return [questions[index] for index in sorted(indices)]
 
 

@@ -17,8 +17,8 @@ from helpers.stopped import options_of
 
 import mars
 from bench import arms, fidelity, pages, swap
-from config import UserError, parse, parser
-from plumbing import models, start
+from config import parse, parser
+from plumbing import models
 from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
 from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Fact
@@ -56,7 +56,6 @@ def test_each_gold_stands_in_its_page_and_is_the_fields_own(world):
     [
         ("capital", "none; note: Nauru has no official capital", None),
         ("coastline", "0 km", None),
-        ("number of airports", "174 (2025)", "174"),
         ("largest export partner", "China 34%, USA 14%, Canada 5% (2023)", "China"),
         ("largest export partner", "Germany 10%, USA 10%, Denmark 8% (2023)", None),
         ("national anthem", '"One" and "Another"', None),
@@ -104,9 +103,9 @@ def test_countries_attributes_and_questions_are_split(world):
         part, group = question.source.split(", ")
         assert question.fact.country in world.parts[part]
         assert question.fact.attribute in GROUPS[group]
-        assert question.golden_answers == question.fact.golds
-        for gold in question.golden_answers:
-            assert not almanac_world.has_words(question.text, gold)
+        golds = question.golden_answers
+        assert golds == question.fact.golds
+        assert not any(almanac_world.has_words(question.text, gold) for gold in golds)
 
 
 def playing(**limits):
@@ -153,11 +152,11 @@ def test_a_warm_start_follows_its_model_and_the_limits_of_its_demonstrations(mon
     monkeypatch.setattr(almanac, "made_once", lambda folder, make: folder)
     monkeypatch.setattr(almanac, "demonstrations", lambda *given: None)
     weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
 
     def folder(**change):
         return almanac.warm_model(AlmanacConfig(model=str(tmp_path), **change), [])
 
-    weights.write_bytes(b"weights")
     first = folder()
     assert folder(credit="own", lr=1.0) == first
     weights.write_bytes(b"other weights")
@@ -171,11 +170,14 @@ def test_what_is_refused_is_refused_before_the_warm_start(tmp_path, monkeypatch,
     Path("runs/taken/own").mkdir(parents=True)
     model = str(tiny.saved("qwen3", tmp_path / "model"))
     refused = {
-        "--resume": "needs the --name",
         "--name taken": "runs/taken exists",
         "--kv_tokens 999999999": "GiB",
         "--preset paper": "choose from almanac, almanac-short",
         "--page_fields -1": "--page_fields must be at least 0",
+        "--resume": "--resume needs the --name",
+        "--credit own --balance uniform": "--credit needs",
+        "--credit own --system1 frozen": "--credit needs",
+        "--credit own --shared_group": "--credit needs",
     }
     for line, reason in refused.items():
         assert almanac.main(["--model", model, *line.split()]) == 2
@@ -194,19 +196,17 @@ def a_note(prompt, text, reward, holds):
 def two_attempts():
     """(trajectories, notes): one note on the chunk with the fact (prompt 1), others elsewhere."""
     told, idle, invented = "The capital of Peru is Lima.", "Nothing here.", "It is Cusco."
-    attempts = [
-        [a_note(1, told, 1.0, True), *(a_note(n, idle, 1.0, False) for n in (2, 3))],
-        [a_note(1, told, 0.0, True), *(a_note(n, invented, 0.0, False) for n in (2, 4))],
-    ]
+    first = [a_note(1, told, 1.0, True), *(a_note(n, idle, 1.0, False) for n in (2, 3))]
+    second = [a_note(1, told, 0.0, True), *(a_note(n, invented, 0.0, False) for n in (2, 4))]
     trajectories = []
-    for attempt, (reward, notes) in enumerate(zip((1.0, 0.0), attempts)):
-        trajectory = Trajectory(None, 0, attempt, reward=reward)
+    for attempt, notes in enumerate((first, second)):
+        reward = 1.0 - attempt
         sys2 = Sample("sys2", 0, attempt, [0, 1], [False, True], reward=reward)
         samples = [sys2, *(note.sample for note in notes)]
-        trajectory.contexts = [SimpleNamespace(sample=sample) for sample in samples]
-        trajectory.notes = notes
-        trajectories.append(trajectory)
-    return trajectories, attempts[0] + attempts[1]
+        contexts = [SimpleNamespace(sample=sample) for sample in samples]
+        trajectories.append(Trajectory(None, 0, attempt, reward=reward, contexts=contexts))
+        trajectories[-1].notes = notes
+    return trajectories, first + second
 
 
 @pytest.mark.parametrize(
@@ -224,16 +224,15 @@ def test_advantages_and_weights_by_each_rule_of_credit(rule, told, elsewhere, we
     advantages = [note.sample.advantage for note in notes]
     assert (advantages[0], advantages[3]) == pytest.approx(told)
     assert (advantages[1], advantages[4]) == pytest.approx(elsewhere)
+    if rule not in ("mars", "pooled"):  # nobody else read chunks 3 and 4
+        assert advantages[2] == advantages[5] == 0
     expected = set(zip((True, False), weights))
     assert {(note.holds, note.sample.loss_weight) for note in notes} == expected
     assert list(terms) == (["all"] if rule == "pooled" else ["sys2", "sys1"])
-    if rule in ("mars", "pooled"):
-        return
-    assert advantages[2] == advantages[5] == 0, "nobody else read chunks 3 and 4"
-    for place, note in enumerate(notes):  # nor are notes for two questions compared
-        note.sample.question_index = place
+    for question, note in enumerate(notes):  # notes on one chunk for other questions
+        note.sample.question_index = question
     almanac.credit(AlmanacConfig(credit=rule, balance="none"), trajectories, 0)
-    assert not any(note.sample.advantage for note in notes)
+    assert rule in ("mars", "pooled") or not any(note.sample.advantage for note in notes)
 
 
 LOST = ["It is Lima.", "It is Cusco.", almanac.IDLE]
@@ -258,12 +257,6 @@ def test_silence_is_worse_than_a_wrong_word_where_another_tells(rule, holds, tex
     assert [note.sample.advantage for note in notes] == pytest.approx(expected)
 
 
-def test_a_rule_of_credit_beside_another_is_refused():
-    for other in ({"balance": "uniform"}, {"system1": "frozen"}, {"shared_group": True}):
-        with pytest.raises(UserError, match="--credit"):
-            AlmanacConfig(**{"credit": "own", "balance": "none"} | other).check(training=True)
-
-
 def test_a_note_is_right_if_it_tells_the_fact_or_is_rightly_silent():
     trajectories, notes = two_attempts()
     assert [note.right for note in notes] == [True, True, True, True, False, False]
@@ -277,9 +270,8 @@ def test_a_note_is_right_if_it_tells_the_fact_or_is_rightly_silent():
 def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     question = almanac_world.held_out(almanac_world.make_world())[0]
     fact = question.fact
-    read = f"{fact.title}\n{fact.line}"
     chunks = [
-        {"prompt": read, "note": f"It is {fact.golds[0]}.<|im_end|>"},
+        {"prompt": f"{fact.title}\n{fact.line}", "note": f"It is {fact.golds[0]}.<|im_end|>"},
         {"prompt": f"{fact.title}\nelse", "note": "Nothing here.<|im_end|>"},
         {"prompt": f"elsewhere\n{fact.line}", "note": "Something.<|im_end|>"},
     ]
@@ -299,7 +291,7 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
 
 @needs_pages
 def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monkeypatch):
-    """Its commands are carried out up to where a model would be loaded."""
+    """On longer pages. Its commands are carried out up to where a model would be loaded."""
     monkeypatch.setattr(almanac, "warm_model", lambda config, tools: models.SMOLLM2)
     done = []
 
@@ -309,14 +301,12 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         arm = name.removeprefix("start-").split("-5")[0]
         assert (config.system1 == "none") == (arm in ("none", "one-agent", "passages"))
         folder = Path(config.runs) / config.name
-        assert config.bf16 == "on"
+        assert (config.bf16, config.page_fields) == ("on", 6)
         if "eval" in line:  # it reads as its arm does
             assert (config.temperature == 0) == name.endswith("greedy")
             reads = parse(parser(AlmanacConfig, ""), arms.ARMS["almanac"].get(arm, []))
-            reads.pop("group", None)  # an evaluation makes one attempt
+            reads |= {"group": config.group, "eval_questions": 9}  # it makes one attempt
             assert reads.items() <= vars(config).items()
-            stream, held_out = almanac.questions(config, [], training=False)
-            assert start.first_questions(config, stream) == [] and len(held_out) == 9
             (folder / "rollouts").mkdir(parents=True)
             (folder / "rollouts" / "step_0.jsonl").write_text('{"reward": 1}\n{"reward": 0.5}\n')
             return
@@ -327,23 +317,28 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         (folder / "checkpoint" / "config.json").write_text('{"model_type": "llama"}')
         (folder / "method.json").write_text(json.dumps({"name": "almanac"}))
         (folder / "config.json").write_text(json.dumps(vars(config)))
-        line = {"step": 3, "eval_step": 4, "tokens_read": 7}
-        (folder / "metrics.jsonl").write_text(json.dumps(line))
+        (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4, "tokens_read": 7}')
 
-    monkeypatch.setattr(arms, "cells", lambda folder: {})
+    monkeypatch.setattr(arms, "cells", lambda folder: {"all": [1, 2]})
     monkeypatch.setattr(arms, "call_python", call_python)
     options = SimpleNamespace(seeds=[5], arms=arms.ARMS["almanac"], eval_questions="9")
-    options.more, options.decodings = ["--bf16", "on"], arms.DECODING
-    options.runs, options.records = tmp_path / "runs", tmp_path / "records"
-    begun = options.runs / "own-5" / "config.json"
+    options.more, options.runs, options.records = ["--bf16", "on"], tmp_path, tmp_path / "records"
+    longer = pages.at_length(options, 6)
+    longer.decodings = arms.DECODING
+    begun = longer.runs / "own-5" / "config.json"
     begun.parent.mkdir(parents=True)
     begun.write_text(json.dumps({"preset": "almanac", "model": "warm/own"}))
-    arms.run_missing(options)
+    arms.run_missing(longer)
     expected = 3 * len(arms.ARMS["almanac"]) + 2 * (1 + len(arms.OTHER_READING))
     assert len(done) == len(set(done)) == expected
-    record = json.loads((options.records / "own-5-greedy.json").read_text())
-    costs = {"read tokens an attempt": 7, "trained tokens": 0}
-    assert record["right"] == "10" and record["of a step"] == costs
+    costs = {"start-5": {}, "own-5": {"read tokens an attempt": 7, "trained tokens": 0}}
+    for name, cost in costs.items():
+        record = json.loads((longer.records / f"{name}-greedy.json").read_text())
+        assert record["right"] == "10" and record["of a step"] == cost
+    rows = pages.tabulate(options)
+    counts = [(row["arm"], row["decoding"], row["tokens"], row["right"]) for row in rows]
+    assert sorted(counts) == [(arm, "sampled", 6000, 1) for arm in sorted(pages.ARMS)]
+    pages.draw(rows, tmp_path / "pages.png")
 
 
 @needs_pages
@@ -376,33 +371,14 @@ def test_fidelity_is_a_correlation_with_an_interval_over_questions():
 
 
 def test_every_system_2_is_paired_with_every_reader_once(tmp_path):
-    for name in ("mars-0", "mars-1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"model": f"warm-{name}"}))
-    pairs = swap.pairs([tmp_path / "mars-0", tmp_path / "mars-1"])
-    named = {(run.name, system2, system1) for run, system2, system1, _ in pairs}
-    assert len(pairs) == len(named) == 2 * 2 * 3
-    assert {system2 for run, system2, _ in named if run == "mars-1"} == {"start", "mars-1"}
+    runs = [tmp_path / "mars-0", tmp_path / "mars-1"]
+    for run in runs:
+        run.mkdir()
+        (run / "config.json").write_text(json.dumps({"model": f"warm-{run.name}"}))
+    pairs = swap.pairs(runs)
+    readers = ("start", "mars-0", "mars-1")
+    each = [(run, s2, s1) for run in runs for s2 in ("start", run.name) for s1 in readers]
+    assert sorted(pair[:3] for pair in pairs) == sorted(each)
     for run, system2, system1, model in pairs:
         assert (model is None) == (system1 == system2)
         assert system1 != "start" or model in (None, Path(f"warm-{run.name}"))
-
-
-@needs_pages
-def test_page_lengths_are_tabulated_and_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(almanac, "warm_model", lambda config, tools: models.SMOLLM2)
-    options = SimpleNamespace(runs=tmp_path, records=tmp_path, seeds=[0], more=[])
-    for fields, right in ((1, "1100"), (6, "1000")):
-        folder = pages.at_length(options, fields).records
-        folder.mkdir()
-        record = {"cells": {"all": [right.count("1"), 4]}, "right": right, "of a step": {}}
-        (folder / "mars-0-sampled.json").write_text(json.dumps(record))
-    rows = pages.tabulate(options)
-    assert [(row["tokens"], row["right"]) for row in rows] == [(1500, 2), (6000, 1)]
-    pages.draw(rows, tmp_path / "pages.png")
-    assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
-    for fields in pages.LENGTHS:
-        more = pages.at_length(options, fields).more
-        for arm in pages.ARMS:
-            config = options_of(almanac.main, [*arms.ARMS["almanac"][arm], *more])
-            assert config.page_fields == fields

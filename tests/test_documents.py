@@ -13,14 +13,6 @@ from loopback import needs_lxml, needs_markitdown, needs_pypdf
 from config import UserError
 from tools import Document, documents, reader
 
-
-def test_text_is_decoded_by_its_mark_or_as_utf_8_or_else_as_windows_1252():
-    for raw in (*("café".encode(code) for code in ("utf-8", "utf-8-sig", "utf-16")), b"caf\xe9"):
-        assert reader.read(raw, "text") == "café"
-    with pytest.raises(reader.NotText, match="binary"):
-        reader.read(b"\0\1" * 99, "text")
-
-
 DECLARED = [
     b'<meta charset="us-ascii">caf\xe9',  # what browsers take it for
     b'<?xml version="1.0" encoding="macintosh"?><html>caf\x8e',
@@ -34,9 +26,21 @@ LABELS = [
     ("gb2312", "gb18030", "朱镕基 㐂 𠮷"),
     ("GBK", "cp936", "镕"),
     ("shift_jis", "cp932", "①髙"),
+    ("euc-kr", "cp949", "똠방"),
+    ("big5", "big5hkscs", "㗎"),
     ("iso-8859-1", "cp1252", "“9 €”"),
+    ("iso-8859-9", "cp1254", "“ğ”"),
+    ("tis-620", "cp874", "“ไทย”"),
     ("x-user-defined", "cp1252", "cafÃ©"),
 ]
+
+
+@needs_lxml
+def test_html_is_decoded_as_it_declares_and_labels_mean_what_they_mean_to_browsers():
+    assert {reader.html_to_text(page) for page in DECLARED} == {"café"}
+    for label, encoding, text in LABELS:
+        page = f'<meta http-equiv=content-type content="text/html; charset={label}">{text}'
+        assert reader.html_to_text(page.encode(encoding)) == text, label
 
 
 def table(*rows):
@@ -76,16 +80,10 @@ FACTS = [
 ]
 
 
-META = '<meta http-equiv=content-type content="text/html; charset={}">{}'
-PAGES = [(page.encode(), text) for page, text in FACTS] + [(page, "café") for page in DECLARED]
-PAGES += [(META.format(label, text).encode(code), text) for label, code, text in LABELS]
-
-
 @needs_lxml
-@pytest.mark.parametrize("page, text", PAGES)
-def test_html_becomes_what_a_browser_shows(page, text):
-    """Encodings are read as browsers read them, facts survive, and what nobody sees is dropped."""
-    assert reader.html_to_text(page) == text
+@pytest.mark.parametrize("page, text", FACTS)
+def test_facts_survive_and_what_nobody_would_see_is_dropped(page, text):
+    assert reader.html_to_text(page.encode()) == text
 
 
 MARKS = """<p>|</div>|<a href='x>y'>|<b x=1>|<!-- no -->|<script>no</script>|<br>|<?no?>|</ no>|
@@ -184,7 +182,9 @@ def test_a_word_file_without_its_reader_is_refused_with_the_line_that_installs_i
 
 
 @needs_lxml
-def test_what_cannot_be_read_is_listed_and_refuses_no_folder(tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(documents, "LARGEST_FILE", 99)
     folder = tmp_path / "notes"
     (folder / ".git").mkdir(parents=True)
@@ -194,9 +194,11 @@ def test_what_cannot_be_read_is_listed_and_refuses_no_folder(tmp_path, capsys, m
         ".hidden.md": b"hidden",
         "a.md": b"# A\nplain",
         "b.html": b"<title>T</title><p>born in 19<b>68</b>",
+        "bom.txt": "café".encode("utf-8-sig"),
         "binary.md": b"\0\1" * 9,
         "huge.txt": b"x" * 100,
         "latin.txt": b"caf\xe9",
+        "wide.txt": "café".encode("utf-16"),
         "x.odt": b"PK",
     }
     for name, raw in contents.items():
@@ -204,8 +206,8 @@ def test_what_cannot_be_read_is_listed_and_refuses_no_folder(tmp_path, capsys, m
     (folder / "out.md").symlink_to(tmp_path / "secret.md")
     (folder / "in.md").symlink_to(folder / "a.md")
     (folder / "loop").symlink_to(folder)
-    plain = "# A\nplain"
-    expected = {"a.md": plain, "b.html": "T\nborn in 1968", "in.md": plain, "latin.txt": "café"}
+    expected = dict.fromkeys(["a.md", "in.md"], "# A\nplain") | {"b.html": "T\nborn in 1968"}
+    expected |= dict.fromkeys(["bom.txt", "latin.txt", "wide.txt"], "café")
     assert {made.id: made.text for made in documents.read_documents(folder)} == expected
     told = dict(re.findall(r"\((.*)\): (.*)", capsys.readouterr().err))
     words = {"binary.md": "binary", "huge.txt": "MiB", "out.md": "link", "x.odt": "kind"}
@@ -239,7 +241,7 @@ def test_passages_cover_every_word_and_overlap(count, words, overlap):
         assert part[len(part) - shared :] == following[:shared]
 
 
-def test_passages_know_their_file_lines_and_heading():
+def test_passages_know_their_file_lines_page_and_heading():
     lines = ["intro", "", "# Fruit #", *[numbered(10)] * 10, "Prices", "======"]
     lines += [*[numbered(10)] * 10, "```", "# a comment", "```", *[numbered(10)] * 10]
     whole = Document("deep/b.md", "b", "deep/b.md", "\n".join(lines))
@@ -252,11 +254,7 @@ def test_passages_know_their_file_lines_and_heading():
         between = "\n".join(text[int(first) - 1 : int(last)])
         assert part.text in between
     assert [part.id for part in parts] == [f"deep/b.md#{i:04}" for i in range(1, len(parts) + 1)]
-
-
-def test_passages_of_a_pdf_know_their_page_and_those_of_the_web_keep_their_url():
-    text = f"{numbered(30)}\f{numbered(30)}"
-    web = "https://x.test/"
+    text, web = f"{numbered(30)}\f{numbered(30)}", "https://x.test/"
     for url, places in (("p.pdf", ["p.pdf, page 1", "p.pdf, page 2"]), (web, [web, web])):
         parts = documents.passages(Document("p", "p", url, text), words=30, overlap=0)
         assert [part.url for part in parts] == places

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.grading import exact_match, grader, normalise
-from tasks.questions import Question
+from tasks.grading import exact_match, normalise
 
 
 def standard(text):
@@ -22,8 +21,6 @@ def standard(text):
 SAME = [
     ("**42**", "42"),
     ("COVID-19", "covid19"),
-    ("+7", "7"),
-    ("1,000", "1000"),
     ("1,234.5", "1234.5"),
     ("−5", "-5"),
     ("2010-2012", "2010–2012"),
@@ -35,10 +32,7 @@ SAME = [
     (r"10^{-6}", "10^-6"),
 ]
 DIFFERENT = [
-    ("", "..."),
-    ("Paris or London", "Paris"),
     ("the", "a"),
-    ("(-5)", "5"),
     ("1,00", "100"),
     ("9/11", "911"),
     ("10^-6", "10^6"),
@@ -93,9 +87,3 @@ def test_two_answers_that_match_also_match_by_the_usual_normalisation(answer, go
     if exact_match(answer, [gold]):
         assert standard(answer.replace("−", "-")) == standard(gold.replace("−", "-"))
     assert exact_match(answer, [answer]) == bool(normalise(answer))
-
-
-def test_the_grader_of_exact_match():
-    question = Question("1", "What is 6 × 7?", ("42", "forty-two"), "test")
-    grade = grader("em")
-    assert [grade(question, x) for x in ("42.", "Forty-two.", "41")] == [1.0, 1.0, 0.0]

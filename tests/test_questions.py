@@ -1,4 +1,4 @@
-"""Questions from files, the hub and benchmarks; what is held out."""
+"""Questions from files, the hub, benchmarks and several sets; what is held out."""
 
 import base64
 import hashlib
@@ -62,13 +62,11 @@ BAD = {
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad[:40])
 def test_a_malformed_line_is_named(tmp_path, bad):
     path = write(tmp_path / "q.jsonl", line(1, id=1), bad, line(4))
-    with pytest.raises(UserError, match=re.escape(BAD[bad])) as error:
+    with pytest.raises(UserError, match=rf"\A{re.escape(path)}, line 2: .*{BAD[bad]}.*\Z"):
         load_questions(path)
-    assert str(error.value).startswith(f"{path}, line 2: ")
-    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("spec", ["", "pipe", "latin", "one:2", "one, one", "hub:only/two"])
+@pytest.mark.parametrize("spec", ["", "pipe", "latin", "one, one", "hub:only/two"])
 def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
     """From a pipe into which nobody writes one would read for ever."""
     monkeypatch.chdir(tmp_path)
@@ -80,17 +78,17 @@ def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
     assert len(str(error.value)) < 400
 
 
-def test_a_limit_draws_from_all_sets_by_the_seed_and_keeps_the_order(tmp_path):
-    one, other = (write(tmp_path / f"{n}.jsonl", *map(line, range(n))) for n in (40, 60))
-    for spec in (one, f"{one}, {other}"):
-        every = load_questions(spec)
-        some = load_questions(spec, limit=10)
-        assert some == load_questions(spec, limit=10) != load_questions(spec, limit=10, seed=1)
-        assert len({*some}) == 10 and [q for q in every if q in some] == some
-        assert load_questions(spec, limit=1000) == every
-    assert {q.source for q in some} == {one, other}
-    sets = {name: load_questions(name) for name in (one, other)}
-    assert [q.id for q in every] == [f"{name}/{q.id}" for name in sets for q in sets[name]]
+def test_sets_are_joined_and_a_limit_draws_by_the_seed_from_all_of_them(tmp_path):
+    a, b = (write(tmp_path / f"{size}.jsonl", *map(line, range(size))) for size in (100, 30))
+    spec = f"{b}, {a}"
+    joined = load_questions(spec)
+    assert [q.source for q in joined] == [b] * 30 + [a] * 100
+    assert (joined[29].id, joined[30].id) == (f"{b}/test_29", f"{a}/test_0")
+    some = load_questions(spec, limit=20)
+    assert some == load_questions(spec, limit=20) != load_questions(spec, limit=20, seed=1)
+    assert len(set(some)) == 20 and {q.source for q in some} == {a, b}
+    assert [q for q in joined if q in some] == some
+    assert load_questions(spec, limit=1000) == joined
 
 
 def test_no_question_is_in_both_parts(tmp_path):
@@ -130,30 +128,26 @@ def hub(monkeypatch, tmp_path):
 
 
 def test_short_names_and_their_splits(hub):
-    files = "nq/test triviaqa/test popqa/test hotpotqa/dev 2wikimultihopqa/dev musique/dev".split()
-    files.append("bamboogle/test")
-    for file in [*files, "nq/train", "2wikimultihopqa/train"]:
+    evaluated = "nq/test triviaqa/test popqa/test hotpotqa/dev 2wikimultihopqa/dev musique/dev"
+    for file in f"{evaluated} bamboogle/test nq/train 2wikimultihopqa/train".split():
         hub[f"{FLASHRAG}/{file}.jsonl"] = line(file)
     seven = load_questions("nq,triviaqa,popqa,hotpotqa,2wiki,musique,bamboogle")
-    assert [q.id.split("/test_")[1] for q in seven] == files
+    assert [q.id.partition("_")[2] for q in seven] == f"{evaluated} bamboogle/test".split()
     train = load_questions(f"nq/train,hub:{FLASHRAG}/2wikimultihopqa/train.jsonl")
     assert [q.id.rpartition("_")[2] for q in train] == ["nq/train", "2wikimultihopqa/train"]
 
 
-# --------------------------------------------------------------------------------- benchmarks
-
 LONG = "Which café, " + "of all that are named " * 9 + "日本, is it?"  # longer than a key
 
 
-def encrypted(text, canary):
+def secret_row(question, answer, canary):
     """As the authors of BrowseComp describe it: XOR with the repeated hash, then base64."""
     key = hashlib.sha256(canary.encode()).digest() * 100
-    return base64.b64encode(bytes(a ^ b for a, b in zip(text.encode(), key))).decode()
 
+    def encrypt(text):
+        return base64.b64encode(bytes(a ^ b for a, b in zip(text.encode(), key))).decode()
 
-def secret_row(question, answer, canary):
-    row = {"problem": encrypted(question, canary), "answer": encrypted(answer, canary)}
-    return {**row, "problem_topic": "Art", "canary": canary}
+    return {"problem": encrypt(question), "answer": encrypt(answer), "canary": canary}
 
 
 # The first column of frames has no name, and cells hold quotation marks and line breaks.

@@ -50,7 +50,7 @@ def test_small_words_numbers_case_accents_and_other_scripts_are_found():
                 assert ids(find(unicodedata.normalize(form, query))) == [text], query
     for query in ("", "   ", "?!", "nothing here"):
         assert find(query) == []
-    assert os.environ["JAX_PLATFORMS"] == "cpu", "bm25s imports JAX where that is installed"
+    assert os.environ["JAX_PLATFORMS"] == "cpu"  # bm25s imports JAX where that is installed
 
 
 words = st.lists(st.sampled_from("a b c 1 22 the zebra".split()), max_size=8).map(" ".join)
@@ -80,12 +80,6 @@ def test_local_is_bm25_sorted_by_score_then_id(texts, query, k):
         assert sorted(by_name[one]) != sorted(by_name[other]) or one < other
 
 
-def write_jsonl(path, rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path
-
-
 ROWS = [
     {"id": 2, "contents": '"Ada Baker"\nborn 1968'},
     {"id": "b", "title": "Bob", "contents": "born 1970", "url": "u"},
@@ -94,7 +88,9 @@ ROWS = [
 
 
 def test_jsonl_is_read_with_its_titles_and_a_malformed_line_is_named(tmp_path):
-    path = write_jsonl(tmp_path / "d.jsonl", [ROWS[0], "", *ROWS[1:]])
+    path = tmp_path / "d.jsonl"
+    first, *rows = map(json.dumps, ROWS)
+    path.write_text("\n".join([first, "", *rows]))
     find = on_disk(path, 9, tmp_path)
     assert sorted(find("born"), key=lambda d: d.id) == [
         Document("2", "Ada Baker", "", "born 1968"),
@@ -102,18 +98,16 @@ def test_jsonl_is_read_with_its_titles_and_a_malformed_line_is_named(tmp_path):
         Document("c", "", "", "one line ? only\u2028born"),
     ]
     assert ids(find("baker")) == ["2"]  # the title is searched as well
-    for line in (
-        "{",
-        "[1]",
-        '{"id": 1, "contents": "", "title": 5}',
-        '{"id": "2", "contents": ""}',
-    ):
-        write_jsonl(path, [ROWS[0], line])
+    malformed = ["{", "[1]", '{"id": 1, "contents": "", "title": 5}', '{"id": "2", "contents": ""}']
+    for line in malformed:
+        path.write_text(f"{first}\n{line}")
         with pytest.raises(UserError, match='d.jsonl, line 2: a line is {"id"'):
             on_disk(path, 1, tmp_path)
 
 
-def test_the_index_on_disk_is_built_once_and_answers_alike(tmp_path, monkeypatch, caplog):
+def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(
+    tmp_path, monkeypatch, caplog
+):
     """By one rank while the others wait at its lock, which parts threads as it parts processes."""
     docs, cache = tmp_path / "docs", tmp_path / "deep" / "cache"
     docs.mkdir()
@@ -164,6 +158,10 @@ def test_serper_is_asked_as_documented(server, tmp_path):
     assert headers["x-api-key"] == KEY and headers["content-type"] == "application/json"
 
 
+def retrieved(*documents):
+    return says({"result": [[{"document": one, "score": 1.5} for one in documents]]})
+
+
 def test_the_retriever_is_asked_and_read_as_search_r1_does(server, monkeypatch):
     monkeypatch.setenv("MARS_RETRIEVER_URL", f"{server.url}/retrieve")  # as Search-R1 names it
     rows = [
@@ -171,7 +169,7 @@ def test_the_retriever_is_asked_and_read_as_search_r1_does(server, monkeypatch):
         {"id": "8", "title": "Ada", "contents": '"a"\nb', "url": "u"},
         {"contents": '"quoted"'},
     ]
-    server.replies = [says({"result": [[{"document": row, "score": 1.5} for row in rows * 2]]})]
+    server.replies = [retrieved(*rows, *rows)]
     find = search.make("retriever", k=3, cache=None, tries=1)
     assert find("ada") == [
         Document("7", "Ada", "", "born"),
@@ -180,17 +178,15 @@ def test_the_retriever_is_asked_and_read_as_search_r1_does(server, monkeypatch):
     ]
     [(_, path, _, body)] = server.requests
     assert path == "/retrieve" and body == {"queries": ["ada"], "topk": 3, "return_scores": True}
-    server.replies = [says({"result": [[{"document": '"Ada"\nborn', "score": 1}]]})]  # its reranker
+    server.replies = [retrieved('"Ada"\nborn')]  # its reranker
     assert find("ada") == [Document("result-1", "Ada", "", "born")]
-    for document in ({}, {"text": EVIL}, {"contents": None}, 5):
-        server.replies = [says({"result": [[{"document": document}]]})]
+    malformed = [retrieved(one) for one in ({}, {"text": EVIL}, {"contents": None}, 5)]
+    malformed += [says({"result": result}) for result in (None, [[], []], ["x"])]
+    for reply in malformed:
+        server.replies = [reply]
         with pytest.raises(ToolError, match="Search-R1.*, 1 tries"):
             find("ada")
-    for result in (None, [[], []], ["x"]):
-        server.replies = [says({"result": result})]
-        with pytest.raises(ToolError, match="Search-R1.*, 1 tries"):
-            find("ada")
-    server.replies = [says({"result": [[]]})]
+    server.replies = [retrieved()]
     assert find("ada") == []
     with pytest.raises(UserError, match="scholar"):
         search.make("retriever", scholar=True, cache=None)
@@ -199,9 +195,8 @@ def test_the_retriever_is_asked_and_read_as_search_r1_does(server, monkeypatch):
 def test_a_retrievers_answers_are_kept_for_one_run(server, tmp_path):
     """Another run may meet a rebuilt index. A failure is not kept."""
     for run in ("old", "new"):
-        fresh = says({"result": [[{"document": {"contents": run}}]]})
         server.requests.clear()
-        server.replies = [says("down", 400), fresh, says("asked again", 400)]
+        server.replies = [says("down", 400), retrieved({"contents": run}), says("again", 400)]
         find = search.make("retriever", cache=tmp_path, tries=1)
         with pytest.raises(ToolError, match="down"):
             find("ada")
@@ -222,7 +217,8 @@ def test_jina_reads_the_pages_that_were_found(server, tmp_path, waits, monkeypat
     one, two = "http://a.test/x?y=1&z=é#part", "http://b.test/"
     read = page("# Ada\nborn 1968")
     pages = {"/http://a.test/x?y=1&z=%C3%A9": read, "/http://b.test/": says("busy", 500)}
-    server.replies = [found(one, "", two), lambda handler: pages[handler.path](handler)]
+    links = one.removesuffix("#part"), one, one, "", two  # of three pages
+    server.replies = [found(*links), lambda handler: pages[handler.path](handler)]
     ada, bare, bob = serper(tmp_path, pages="jina")("ada")
     assert ada == Document(one, one, one, "# Ada\nborn 1968") and bare.text == "snippet "
     assert bob.text == f"{search.UNREAD}\nsnippet {two}"
@@ -254,8 +250,11 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("reply", UNREADABLE)
-def test_no_page_read_at_all_is_a_failed_search(server, tmp_path, waits, reply):
-    links = ["http://a.test/", "http://[bad", "http://half\ud83d.test/", f"http://{EVIL}"]
+def test_no_page_read_at_all_is_a_failed_search_and_says_nothing_of_theirs(
+    server, tmp_path, waits, reply
+):
+    odd = ["http://[bad", "http://half\ud83d.test/", f"http://{EVIL}", f"{EVIL}://x"]
+    links = ["http://a.test/", *odd]
     server.replies = [found(*links, ""), reply]
     with pytest.raises(ToolError, match=f"none of the {len(links)} pages") as caught:
         serper(tmp_path, pages="jina", k=9)("ada")
@@ -264,13 +263,6 @@ def test_no_page_read_at_all_is_a_failed_search(server, tmp_path, waits, reply):
     assert serper(tmp_path, pages="jina")("nothing") == []
     server.replies = [page("now it is read")]  # nothing of the failure was kept
     assert serper(tmp_path, pages="jina", k=9)("ada")[0].text == "now it is read"
-
-
-def test_a_page_found_twice_is_read_once(server, tmp_path):
-    one = "http://a.test/"
-    server.replies = [found(one, f"{one}#part", one, "http://b.test/", ""), page("born 1968")]
-    made = serper(tmp_path, pages="jina", k=9)("ada")
-    assert ids(made) == [one, "http://b.test/", "result-5"] and len(server.requests) == 3
 
 
 def test_a_paper_that_is_refused_is_read_from_its_open_copy(server, tmp_path):
@@ -318,19 +310,17 @@ def test_blocked_results_are_left_out_and_pages_that_redirect_there(server, tmp_
     server.replies = [found("http://a.test/", "http://b.test/"), moved, page("fine")]
     made = serper(tmp_path, pages="jina", cache=None, block=["bad.test"])("ada")
     assert sorted(document.text[:7] for document in made) == ["[This p", "fine"]
-    server.requests.clear()
-    for where in ("url", "id"):
-        rows = [{"contents": "bad", where: "bad.test/x"}, {"contents": "good", where: "good.test"}]
-        server.replies = [says({"result": [[{"document": row} for row in rows]]})]
-        find = search.make("retriever", cache=None, block=["bad.test"])
-        assert [document.text for document in find("ada")] == ["good"]
-    for rows, kept in (
-        ([{"contents": "bad"}, {"contents": "good", "url": "good.test"}], ["good"]),
-        ([{"contents": "bad", "url": "n/a", "id": "https://bad.test/x"}], []),
+    find = search.make("retriever", cache=None, block=["bad.test"])
+    for document, good in (
+        ({"contents": "bad", "url": "bad.test/x"}, {"contents": "good", "url": "good.test"}),
+        ({"contents": "bad", "id": "bad.test/x"}, {"contents": "good", "id": "good.test"}),
+        ({"contents": "bad"}, {"contents": "good", "url": "good.test"}),
     ):
-        server.replies = [says({"result": [[{"document": row} for row in rows]]})]
-        assert [document.text for document in find("ada")] == kept
+        server.replies = [retrieved(document, good)]
+        assert [document.text for document in find("ada")] == ["good"]
+    server.replies = [retrieved({"contents": "bad", "url": "n/a", "id": "https://bad.test/x"})]
+    assert find("ada") == []
     for nameless in ({"contents": "bad", "url": "/a/path", "id": "Doc[1]"}, "bad"):
-        server.replies = [says({"result": [[{"document": nameless}]]})]
+        server.replies = [retrieved(nameless)]
         with pytest.raises(ToolError, match="name no hosts.*--block"):
             find("ada")

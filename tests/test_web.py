@@ -1,7 +1,6 @@
 """The client of services against loopback servers that misbehave."""
 
 import contextlib
-import hashlib
 import json
 import threading
 import time
@@ -29,22 +28,15 @@ def fails(match):
     assert len(said) <= web.LONGEST_MESSAGE and said.isprintable() and KEY[:6] not in said
 
 
-BAD = [
-    says("", 408),
-    says("oops", 500),
-    drops,
-    says('{"organic": []}', promise=99),
-    says("[" * 100_000),
-    says({}),
-    says({"organic": [5]}),
-    says({"organic": None}),
-    says({**ECHO, "message": "Not enough credits"}),
-    says({**ECHO, "error": "Query too long"}),
-]
+BAD = [drops, says("", 408), says("oops", 500), says('{"organic": []}', promise=99)]
+BAD += map(says, ["[" * 100_000, {}, {"organic": [5]}, {"organic": None}])
+BAD += [says({**ECHO, "message": "No credits"}), says({**ECHO, "error": "Query too long"})]
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_may_pass_is_tried_again_and_never_kept(server, tmp_path, waits, bad):
+def test_what_may_pass_is_tried_again_and_never_kept_or_taken_for_nothing_found(
+    server, tmp_path, waits, bad
+):
     server.replies = [bad]
     find = serper(tmp_path, tries=3)
     with fails("3 tries"):
@@ -54,15 +46,14 @@ def test_what_may_pass_is_tried_again_and_never_kept(server, tmp_path, waits, ba
     assert len(find("ada")) == 1 and len(server.requests) == 5
 
 
-@pytest.mark.parametrize(
-    "status, before, write",
-    [
-        (400, 0, str.swapcase),
-        (403, 137, json.dumps),  # at the end of what is shown
-        (302, 137, lambda key: key.replace("/", "\\/")),
-    ],
-)
-def test_a_final_refusal_shows_no_key(server, tmp_path, waits, monkeypatch, status, before, write):
+REFUSALS = [(400, 0, str.swapcase), (302, 137, lambda key: key.replace("/", "\\/"))]
+REFUSALS += [(403, 137, json.dumps)]  # at the end of what is shown
+
+
+@pytest.mark.parametrize("status, before, write", REFUSALS)
+def test_a_refusal_is_final_and_shows_no_part_of_the_key_however_a_service_writes_it(
+    server, tmp_path, waits, monkeypatch, status, before, write
+):
     key = 'AbC/12"34\\xyz'
     monkeypatch.setenv("SERPER_API_KEY", key)
     said = f"no credit {'.' * before}{write(key)}\n{'x' * 999}"
@@ -75,8 +66,7 @@ def test_a_final_refusal_shows_no_key(server, tmp_path, waits, monkeypatch, stat
 
 
 def test_pauses_grow_and_jitter_and_last_as_long_as_asked_but_not_for_ever(server, tmp_path, waits):
-    asked = {"20": 20, "86400": web.LONGEST_WAIT, "9" * 5000: web.LONGEST_WAIT, "٣": 0, "-5": 0}
-    for seconds, read in asked.items():
+    for seconds, read in {"86400": web.LONGEST_WAIT, "9" * 5000: web.LONGEST_WAIT, "٣": 0}.items():
         assert web.retry_after({"Retry-After": seconds}) == read
     for seconds, read in {20: 20, -20: 0, 9999: web.LONGEST_WAIT}.items():
         then = datetime.now(UTC) + timedelta(seconds=seconds)
@@ -144,9 +134,7 @@ def test_one_request_shows_that_there_is_no_hub(server, tmp_path, monkeypatch):
     assert models.find("b/model", tmp_path) == "b/model", "there is a hub"
 
 
-@given(
-    st.text(max_size=40) | st.from_regex(r"[A-Z]{3}, [0-9]+ Oct [0-9]+ [0-9]+:[0-9]+:[0-9]+ .{0,5}")
-)
+@given(st.text(max_size=40) | st.from_regex(r"\w{3}, \d+ Oct \d+ \d+:\d+:\d+ .{0,5}"))
 def test_whatever_stands_in_retry_after_asks_for_a_bearable_pause(asked):
     assert 0 <= web.retry_after({"Retry-After": asked}) <= web.LONGEST_WAIT
 
@@ -160,26 +148,29 @@ def drips(handler):
 
 
 @pytest.mark.parametrize(
-    "reply, timeout, why",
-    [(hangs, 0.2, "timed out"), (drips, 1.0, "too long"), (says("x" * 10**6), 60, "too long")],
+    "reply, why", [(hangs, "timed out"), (drips, "too long"), (says("x" * 10**6), "too long")]
 )
-def test_a_slow_service_fails(server, tmp_path, waits, monkeypatch, reply, timeout, why):
+def test_a_service_that_is_silent_slow_or_endless_fails(
+    server, tmp_path, waits, monkeypatch, reply, why
+):
     monkeypatch.setattr(web, "ANSWER_BYTES", 10**5)
     server.replies = [reply]
     with fails(f"{why}.*, 2 tries"):
-        serper(tmp_path, timeout=timeout, tries=2)("ada")
+        serper(tmp_path, timeout=1.0, tries=2)("ada")
     assert len(server.requests) == 2
 
 
-USELESS = [
-    ("MARS_SERPER_URL", "http://user:pw@host"),
-    ("SERPER_API_KEY", "two pw"),
-    ("ALL_PROXY", "socks4://user:pw@host:1"),
-]
-
-
-@pytest.mark.parametrize("variable, value", USELESS)
-def test_a_useless_environment_is_not_shown(server, tmp_path, monkeypatch, variable, value):
+@pytest.mark.parametrize(
+    "variable, value",
+    [
+        ("MARS_SERPER_URL", "http://user:pw@host"),
+        ("SERPER_API_KEY", "two pw"),
+        ("ALL_PROXY", "socks4://user:pw@host:1"),
+    ],
+)
+def test_an_environment_of_no_use_is_one_sentence_that_does_not_show_it(
+    server, tmp_path, monkeypatch, variable, value
+):
     monkeypatch.delenv("no_proxy")
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=variable) as caught:
@@ -193,8 +184,6 @@ def test_good_answers_are_kept_without_the_key(server, tmp_path):
     assert serper(tmp_path)("ada") == first and len(server.requests) == 1
     assert serper(tmp_path)("  ") == [] and len(server.requests) == 1
     (file,) = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    request = json.dumps([f"{server.url}/search", {"num": 5, "q": "ada"}])
-    assert file.name == hashlib.sha256(request.encode()).hexdigest()
     assert KEY not in file.read_text()
     assert serper(tmp_path)("none") == serper(tmp_path)("none") == []  # kept like any answer
     assert len(server.requests) == 2

@@ -87,14 +87,9 @@ def tokenizer(template, marks=tuple(CHATML_MARKS), tags=tuple(TAGS), eos="<|endo
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        CORPUS * 4,
-        trainers.BpeTrainer(
-            vocab_size=400,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        ),
-    )
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=letters, show_progress=False)
+    bpe.train_from_iterator(CORPUS * 4, trainer)
     bpe.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     if bos:  # Llama's puts one before whatever it encodes
