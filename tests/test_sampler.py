@@ -135,8 +135,7 @@ def test_bf16_turns_draws_and_new_weights(device):
     bf16. On a CPU the pages and the head are fp32, and hold bf16's values.
     """
     models = [tiny.lively("Qwen3", seed, hidden_size=256, head_dim=64) for seed in range(2)]
-    worst = 0.0
-    worst_stock = 0.0
+    errors = []  # (ours, the stock modules')
     options = dict(max_tokens=4096, page_size=16, prefill_chunk=5)
     sampler = Sampler(models[0], **options, device=device, dtype=torch.bfloat16)
     for model in models:
@@ -155,10 +154,10 @@ def test_bf16_turns_draws_and_new_weights(device):
                 truth = last_logprobs(model, tokens, 9)
                 stock = last_logprobs(rounded, tokens, 9)
                 ours = torch.tensor(request.completion.logprobs)
-                worst = max(worst, (truth - ours).abs().max().item())
-                worst_stock = max(worst_stock, (truth - stock).abs().max().item())
+                errors.append([(truth - other).abs().max().item() for other in (ours, stock)])
         for talk in talks:
             sampler.close(talk)
+    worst, worst_stock = map(max, zip(*errors))
     assert 0 < worst < 2 * worst_stock
     assert sampler.pages_in_use == 0
     if device == "cuda":
@@ -166,9 +165,6 @@ def test_bf16_turns_draws_and_new_weights(device):
     else:
         assert sampler.pool.dtype == sampler.model.weights["head"].dtype == torch.float32
         assert torch.equal(sampler.pool, sampler.pool.bfloat16().float())
-
-
-# ---------------------------------------------------------------- a pool that is lent
 
 
 def test_a_lent_pool_is_held_by_nobody_and_made_again():
@@ -282,9 +278,6 @@ def test_bad_requests_are_refused_and_leave_no_trace():
     sampler.close(conversation)
     with pytest.raises(ValueError, match="closed"):
         sampler.submit(conversation, prompt, max_new_tokens=3)
-
-
-# ---------------------------------------------------------------- what goes wrong
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
