@@ -42,14 +42,10 @@ def sums_of_logprobs(policy, samples):
     return torch.stack([stock_scores(policy, sample)[0].sum() for sample in samples])
 
 
-def flat_gradient(policy, loss):
+def flat_gradient(policy, backward):
+    """The gradient that `backward` leaves in the policy, as one vector."""
     policy.zero_grad(set_to_none=True)
-    loss.backward()
-    return grads(policy)
-
-
-def grads(policy):
-    """The policy's gradient as one vector."""
+    backward()
     return torch.cat([p.grad.flatten() for p in policy.parameters()]).double()
 
 
@@ -85,7 +81,8 @@ def test_the_gradients_are_those_of_the_losses(policies):
         (empty, lambda now: dpo(now, ref, -2, -1)),
         (marginal, marginal_loss),
     ):
-        assert close(row @ vectors, flat_gradient(policy, loss(sums_of_logprobs(policy, pair))))
+        value = loss(sums_of_logprobs(policy, pair))
+        assert close(row @ vectors, flat_gradient(policy, value.backward))
 
 
 @pytest.mark.parametrize("traces", [1, 3])
@@ -107,9 +104,7 @@ def test_a_training_step_has_dpos_gradient(policies, traces, monkeypatch):
     run.question = PAIRS.__getitem__
     (samples,) = bvpo.credit(config, bvpo.rollouts(run, 0), 0).values()
     _, batches = prepared(config, {solo.ROLE: samples}, policy)
-    policy.zero_grad(set_to_none=True)
-    trainer.backward(policy, batches, **OBJECTIVE)
-    found = grads(policy)
+    found = flat_gradient(policy, lambda: trainer.backward(policy, batches, **OBJECTIVE))
 
     loss = 0
     for own, traced in zip(SAMPLES, drawn, strict=True):
@@ -118,7 +113,7 @@ def test_a_training_step_has_dpos_gradient(policies, traces, monkeypatch):
         now = sums_of_logprobs(policy, own)
         losses = [dpo(now, ref, good, 4 + bad) for good, bad in traced.T.tolist()]
         loss = loss + 0.6 * sum(losses) / traces + 0.4 * dpo(now, ref, -2, -1)
-    assert close(found, flat_gradient(policy, loss / 2))
+    assert close(found, flat_gradient(policy, (loss / 2).backward))
 
 
 def test_the_theorems_hold_for_drawn_traces(policies):

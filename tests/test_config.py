@@ -38,10 +38,6 @@ def test_help_shows_reasons_and_defaults_by_group():
     assert re.search(r"--questions int +per step \[8\]$", learning, re.MULTILINE)
 
 
-def test_a_default_of_a_subclass_keeps_the_flags():
-    assert {"questions", "steps"} < config.fields_with(hanabi.HanabiConfig, config.TRAIN)
-
-
 def test_a_recipes_setting_is_no_option():
     assert given("--step_tokens=9", "--no-packing") == {"step_tokens": 9, "packing": False}
     with pytest.raises(SystemExit):

@@ -3,7 +3,10 @@
 That it says what transformers says, by packed weights and plain ones: tests/test_sampler.py.
 """
 
+import contextlib
+import inspect
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,29 +43,45 @@ def test_a_head_size_that_the_kernel_does_not_take_is_refused_on_cuda():
 
 
 def test_graphs_are_captured_at_the_start(monkeypatch):
-    """Two graphs a size before any request; a decode step replays one and captures none."""
-    captured = []
+    """Two graphs a size before any request; a decode step replays one and captures none.
+
+    NCCL's thread may ask for its events meanwhile. The arguments are those of the real class.
+    """
+    signature = inspect.signature(torch.cuda.graph)
+    states = torch.randn(40, SHAPE["hidden_size"])
+    computed = []
+    captures = []
     replayed = []
 
-    def capture(self, static, memory):
-        ranges = len(static.kv_ranges) - len(static.ids), len(static.ids)  # shared, own
-        captured.append((ranges, memory))
-        graph = SimpleNamespace(pool=lambda: "memory", replay=lambda: replayed.append(ranges))
-        return graph, torch.zeros(len(static.ids), SHAPE["hidden_size"])
+    def hidden(static, pool):
+        computed.append((len(static.kv_ranges) - len(static.ids), len(static.ids)))  # shared, own
+        return states[: len(static.ids)]
 
+    def new_graph():
+        ranges = computed[-1]
+        return SimpleNamespace(pool=lambda: "memory", replay=lambda: replayed.append(ranges))
+
+    def capture(*arguments, **options):
+        captures.append(signature.bind(*arguments, **options).arguments)
+        return contextlib.nullcontext()
+
+    model = Model(lively("Qwen3"), torch.float32, CPU)
+    monkeypatch.setattr(model, "hidden", hidden)
+    cuda = {"CUDAGraph": new_graph, "graph": capture, "Stream": Mock(), "current_stream": Mock()}
+    for name, fake in {**cuda, "stream": contextlib.nullcontext}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(graphs, "can_capture", lambda pool: True)
-    monkeypatch.setattr(Graphs, "capture", capture)
-    pool = torch.zeros(2, 2, 6, 4, 2, 8)
-    graphs_of_model = Graphs(Model(lively("Qwen3"), torch.float32, CPU), pool, 40)
+    graphs_of_model = Graphs(model, torch.zeros(2, 2, 6, 4, 2, 8), 40)
     sizes = [40, 32, 16, 8, 4, 2, 1]
     both = [(shared, size) for size in sizes for shared in (2 * (size // 2), 0)]
-    assert [ranges for ranges, _ in captured] == both
-    assert [memory for _, memory in captured] == [None] + ["memory"] * 13
+    assert computed[::3] == both, "each is computed twice before its capture"
+    assert [options["pool"] for options in captures] == [None] + ["memory"] * 13
+    assert {options["capture_error_mode"] for options in captures} == {"thread_local"}
     ids = torch.zeros(3, dtype=torch.int64)
     table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
     lengths = torch.ones(3, dtype=torch.int32)
     for shared in (0, 1):  # rows that share pages, which the second graph reads once
         ranges = torch.ones(shared + 3, 5, dtype=torch.int32)
         batch = Batch(ids, ids, 4 * ids, table, lengths, kv_ranges=ranges)
-        assert graphs_of_model.decode(batch).shape == (3, SHAPE["vocab_size"])
-    assert replayed == [(0, 4), (4, 4)] and len(captured) == 14
+        assert torch.equal(graphs_of_model.decode(batch), model.logits(states[:3]))
+    assert replayed == [(0, 4), (4, 4)] and len(captures) == 14

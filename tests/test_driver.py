@@ -1,14 +1,12 @@
 """The driver, over the real sampler: what shares a batch, what waits for what, how it ends."""
 
 import functools
-import os
 import signal
 import threading
 import time
 
 import pytest
 import torch
-from helpers.launch import start
 
 from driver import Driver
 from sampler import Sampler
@@ -93,53 +91,44 @@ def test_an_error_in_one_episode_ends_the_run_and_leaves_nothing_open(sampler):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_call_that_never_returns_has_failed_at_its_deadline(sampler, deterministic):
+def test_an_answer_that_is_late_or_never_comes_is_a_failure(sampler, deterministic):
+    """A neighbour decodes all the while, so that nobody looks at the deadline in time."""
     driver = Driver([sampler], deterministic=deterministic)
     never = threading.Event()
-
-    async def failure():
-        with pytest.raises(ToolError, match="no answer within 0.3 seconds"):
-            await driver.call(never.wait, 0.3)
-
-    assert driver.run([failure(), driver.call(lambda: 5, 10)]) == [None, 5]
-    never.set()
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_late_answer_is_a_failure_however_busy_the_others_are(sampler, deterministic):
-    """The neighbour decodes all the while, so that nobody looks at the deadline in time."""
-    driver = Driver([sampler], deterministic=deterministic)
     returned = threading.Event()
 
     def late():
         time.sleep(0.3)
         returned.set()
 
-    async def failure():
-        with pytest.raises(ToolError, match="no answer within"):
-            await driver.call(late, 0.1)
+    async def failure(tool):
+        with pytest.raises(ToolError, match="no answer within 0.1 seconds"):
+            await driver.call(tool, 0.1)
 
     async def neighbour():
         while not returned.is_set():
             await speak(driver, sampler)
         await speak(driver, sampler, 3)
 
-    driver.run([failure(), neighbour()])
+    episodes = [failure(late), neighbour(), driver.call(lambda: 5, 10)]
+    assert driver.run(episodes) == [None, None, 5]
+    assert driver.run([failure(never.wait), driver.call(lambda: 5, 10)]) == [None, 5]
+    never.set()
 
 
-def hang() -> None:
+def test_ctrl_c_ends_a_run_while_a_tool_hangs():
+    """The tool's thread keeps no process alive."""
     driver = Driver([], deterministic=True)
-    print("started", flush=True)
-    driver.run([driver.call(lambda: time.sleep(1000), 1000)])
+    never = threading.Event()
+    threads = []
 
+    def hang():
+        threads.append(threading.current_thread())
+        never.wait(100)
 
-def test_ctrl_c_ends_a_run_in_seconds_while_a_tool_hangs(tmp_path):
-    log = tmp_path / "log"
-    (child,) = start(hang, log=log)
-    while child.is_alive() and not (log.exists() and "started" in log.read_text()):
-        time.sleep(0.01)
-    time.sleep(0.3)
-    os.kill(child.pid, signal.SIGINT)
-    child.join(100)
-    child.kill()
-    assert child.exitcode == 1 and "KeyboardInterrupt" in log.read_text()
+    interrupt = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        driver.run([driver.call(hang, 1000)])
+    assert threads[0].is_alive() and threads[0].daemon
+    never.set()

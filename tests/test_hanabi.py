@@ -121,15 +121,15 @@ def test_credit_compares_games_of_one_deck_and_trains_no_empty_seat():
     assert all(sample.loss_weight == 1 for samples in terms.values() for sample in samples)
 
 
-@pytest.mark.parametrize(
-    "hand, hint, about",
-    [
-        ("red1 blue1", "hint red", [True, False]),  # one touched card can be played
-        ("red2 red1", "hint red", [False, True]),
-        ("red1 blue1", "hint 1", [None, None]),  # both can
-        ("red2 blue3", "hint red", [None, None]),  # none can
-    ],
-)
+HINTS_ABOUT = [
+    ("red1 blue1", "hint red", [True, False]),  # one touched card can be played
+    ("red2 red1", "hint red", [False, True]),
+    ("red1 blue1", "hint 1", [None, None]),  # both can
+    ("red2 blue3", "hint red", [None, None]),  # none can
+]
+
+
+@pytest.mark.parametrize("hand, hint, about", HINTS_ABOUT)
 def test_what_a_hint_is_about(hand, hint, about):
     game = position(f"blue3 blue2 | {hand}")
     assert [hanabi.is_about(game, 1, hint, place) for place in ("first", "second")] == about

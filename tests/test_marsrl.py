@@ -90,12 +90,8 @@ def test_each_agent_earns_its_own_reward(words):
     trajectory = system(*words)
     assert [context.turns[0].own for context in trajectory.contexts] == own
     assert trajectory.reward == outcome
-    for options, rewards in (
-        ({}, own),
-        ({"rollouts": "linear", "credit": "role"}, [outcome] * len(own)),
-    ):
-        METHOD.credit(MarsrlConfig(**options), [trajectory], 0)
-        assert [sample.reward for sample in trajectory.samples()] == rewards
+    METHOD.credit(MarsrlConfig(), [trajectory], 0)
+    assert [sample.reward for sample in trajectory.samples()] == own
 
 
 def test_agents_read_what_the_paper_lets_them_read():
@@ -130,9 +126,6 @@ def test_rules_differ_where_attempts_have_different_lengths():
     assert advantages("role") == pytest.approx([1, a, -1, b, 0, b, 0])
 
 
-# ----------------------------------------------------------------------------- groups
-
-
 def careless(role: str, prompt: str, seed: int) -> str:
     """Every agent draws one of its outputs by the seed."""
     rng = random.Random(seed)
@@ -142,19 +135,14 @@ def careless(role: str, prompt: str, seed: int) -> str:
     return f"{word} {rng.choice(['right', 'wrong'])}"
 
 
-def groups_of(trajectories: list[Trajectory]) -> dict[tuple, list[Trajectory]]:
-    groups = defaultdict(list)
-    for trajectory in trajectories:
-        groups[trajectory.question.key].append(trajectory)
-    return groups
-
-
 def test_a_group_is_one_input():
     """All members of a group have the same prompt, and other groups of the stage have others."""
     run = scripted(careless, questions=3, group=8)
     trajectories = marsrl.grouped(run, 0)
     METHOD.credit(run.config, trajectories, 0)
-    groups = groups_of(trajectories)
+    groups = defaultdict(list)
+    for trajectory in trajectories:
+        groups[trajectory.question.key].append(trajectory)
     assert {key[1] for key in groups} == set(STAGES)
     prompts = set()
     for key, members in groups.items():
@@ -170,9 +158,6 @@ def test_a_group_is_one_input():
     assert len(prompts) == len(groups)
     assert max(Counter(key[0] for key in groups).values()) <= 1 + 4 * run.config.inputs
     assert len({members[0].question_index for members in groups.values()}) == len(groups)
-
-
-# ------------------------------------------------------------------- the choice of inputs
 
 
 def outputs(run, stage: str, words: list[str], verdict: str = "wrong") -> list[Trajectory]:
@@ -211,9 +196,6 @@ def test_the_choice_of_inputs(seed):
     assert sorted(chosen("random", "verifier1", solutions, 4, seed)) == sorted(set(solutions))
 
 
-# ----------------------------------------------------------------------------- pipeline
-
-
 def test_the_pipeline_shifts_each_stage_by_a_batch():
     """Step t: the solver on batch t, the first verifier on batch t − 1, and so on."""
     run = scripted(careless, group=8, choice="random")
@@ -224,10 +206,7 @@ def test_the_pipeline_shifts_each_stage_by_a_batch():
         expected = {(stage, f"q{step - i}") for i, stage in enumerate(STAGES) if i <= step}
         assert parts == expected
         places = {t.question_index: t.question.key for t in trajectories}
-        assert len(places) == len(groups_of(trajectories))
-
-
-# ------------------------------------------------------------------------------ numbers
+        assert len(places) == len(set(places.values()))
 
 
 def test_the_metrics_of_four_attempts_by_hand():

@@ -17,7 +17,7 @@ from config import TRAIN, UserError, fields_with
 from plumbing import evaluation
 from plumbing.metrics import method_metrics
 from recipes import almanac
-from siblings import bvpo, marsrl, matpo, mifo
+from siblings import bvpo, hanabi, marsrl, matpo, mifo
 from toy.language import ToyFormat
 
 
@@ -76,14 +76,14 @@ def test_ranks_count_together(tmp_path):
     assert launch(count_on_ranks, log=tmp_path / "log") == 0
 
 
-METHODS = [mars.METHOD, matpo.METHOD, marsrl.METHOD, almanac.METHOD, mifo.METHOD, bvpo.METHOD]
+METHODS = mars, almanac, bvpo, hanabi, marsrl, matpo, mifo
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [module.METHOD for module in METHODS])
 def test_eval_refuses_every_option_that_only_training_reads_and_shows_none(method, capsys):
     ignored = fields_with(method.config, TRAIN)
     kinds = {one.name: one.type for one in dataclasses.fields(method.config)}
-    assert ignored <= kinds.keys()
+    assert {"questions", "steps"} < ignored <= kinds.keys()
     with pytest.raises(SystemExit):
         evaluation.main(method, ["eval", "--help"], complete=None)
     shown = capsys.readouterr().out

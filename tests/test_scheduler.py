@@ -128,9 +128,6 @@ def run_all(engine):
     return done
 
 
-# ---------------------------------------------------------------- any history
-
-
 class History:
     """Random submits, turns, closes and new weights over a tiny pool, each answer checked."""
 
@@ -292,24 +289,17 @@ def test_pages_of_a_closed_conversation_are_prefilled_again_only_under_new_weigh
     engine = make(max_tokens=16 * PAGE)
     chunk = list(range(4 * PAGE + 1))
 
-    def read(task):
+    def read(prompt):
         before = engine.stats["prefilled_tokens"]
-        talk = engine.open()
-        request = engine.submit(talk, chunk + task, max_new_tokens=1)
-        run_all(engine)
-        check_answer(request, chunk + task, [engine.model.weights])
-        engine.close(talk)
-        assert engine.pages_in_use == 0
+        engine.generate([prompt], max_new_tokens=1)
         return engine.stats["prefilled_tokens"] - before
 
     whole, rest = 4 * PAGE + 2, 2
-    assert [read([1, 2]), read([3, 4]), read([1, 2])] == [whole, rest, rest]
+    assert [read(chunk + task) for task in ([1, 2], [3, 4], [1, 2])] == [whole, rest, rest]
     engine.load_weights(None)
-    assert [read([1, 2]), read([3, 4])] == [whole, rest]
-    other = engine.submit(engine.open(), [9] * 13 * PAGE, max_new_tokens=1)  # needs their memory
-    run_all(engine)
-    check_answer(other, other.given, [1])
-    assert read([1, 2]) > rest
+    assert [read(chunk + task) for task in ([1, 2], [3, 4])] == [whole, rest]
+    read([9] * 13 * PAGE)  # needs their memory
+    assert read([*chunk, 1, 2]) > rest
 
 
 @pytest.mark.parametrize("overlap", [False, True])
