@@ -169,15 +169,15 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
             break  # this one was not killed any more
         step, _ = trainer.newest(folder)
         ends.append(step)
-        AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
-        AutoModelForCausalLM.from_pretrained(folder / "best")
+        newest = trainer.newest_model(folder).resolve()
+        links = {(folder / name).resolve() for name in ("checkpoint", "best")}
+        for path in {*links, newest}:
+            AutoModelForCausalLM.from_pretrained(path)
         for state in (folder / "state").glob("step_*"):
             assert torch.load(state / "optimizer.pt"), "a state is complete or absent"
-        newest = trainer.newest_model(folder).resolve()
         stale += (folder / "checkpoint").resolve() != newest
         trainer.link_checkpoint(folder)
         assert (folder / "checkpoint").resolve() == newest
-        AutoModelForCausalLM.from_pretrained(newest)
         folders.lock(folder).close()
         assert not [name for name in names(folder) if name[0] == "."], "the next start cleans up"
         save(folder, 2, run, {0: 0.5, 1: 0.9})

@@ -17,7 +17,7 @@ import trainer
 from family import gather_full
 from trainer import policy as policy_module
 
-MODES = ("ddp", "ddp even", "fsdp recomputing", "ddp lora", "fsdp lora recomputing")
+MODES = ("ddp", "fsdp recomputing", "ddp lora even", "fsdp lora recomputing")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 

@@ -362,7 +362,7 @@ def test_two_ranks_share_the_servers(toy, server, tmp_path):
 
     The random model earns nothing; with a KL term its samples are scored all the same.
     """
-    line = ["--model", toy, *SMALL.split(), "--kl_beta", "0.1"]
+    line = ["--model", toy, *SMALL.split(), "--group", 2, "--kl_beta", "0.1"]
     line += ["--runs", tmp_path / "runs", "--name", "served", "--server", server.url, "--steps", 1]
     assert launch(REPO / "mars.py", *line, log=tmp_path / "log") == 0
     assert len(server.loaded) == 2, "the start and a step, once each"
