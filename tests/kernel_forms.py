@@ -1,7 +1,5 @@
 """The forms of a kernel that a machine can test, and a stand-in for what only CUDA has."""
 
-import inspect
-
 import numpy
 import pytest
 import torch
@@ -49,38 +47,19 @@ def plain_varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, 
     return torch.cat(out)
 
 
-# The arguments of flash_attn_varlen_func, as written in flash-attn 4.0.0b36 and 2.8.3.
-FLASH_ARGUMENTS = {
-    "flash_attn_4": """q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k
-        seqused_q seqused_k gather_kv_indices page_table softmax_scale causal window_size
-        learnable_sink softcap num_splits pack_gqa deterministic score_mod score_mod_bwd mask_mod
-        block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata
-        seqlen_k_per_split disable_scheduler_metadata gather_bwd_recompute_p
-        gather_bwd_token_chunk""",
-    "flash_attn_2": """q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p
-        softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs
-        block_table""",
-}
-
-
 def plain_flash_attention(name):
-    """A stand-in with the package's signature; version 4 returns the log-sum-exps as well."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = FLASH_ARGUMENTS[name].split()
-    signature = inspect.Signature([inspect.Parameter(argument, kind) for argument in names])
-    installed = getattr(varlen, name)
+    """flash_attn_varlen_func with the arguments' names that 4.0.0b36 and 2.8.3 have.
 
-    def attend(*arguments, **options):
-        if installed:
-            inspect.signature(installed).bind(*arguments, **options)
-        given = signature.bind_partial(*arguments, **options).arguments
-        assert given.pop("causal") is True
-        scale = given.pop("softmax_scale")
-        bounds = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        rows = [given.pop(argument) for argument in ("q", "k", "v", *bounds)]
-        assert not given
-        options = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
-        out = plain_varlen_attn(*rows, **options)
+    Version 4 returns the log-sum-exps as well.
+    """
+
+    def attend(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
+    ):
+        assert causal
+        bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        options = {"scale": softmax_scale, "window_size": (-1, 0), "enable_gqa": True}
+        out = plain_varlen_attn(q, k, v, *bounds, **options)
         return (out, None) if name == "flash_attn_4" else out
 
     return attend
@@ -89,7 +68,7 @@ def plain_flash_attention(name):
 def use_library(library, monkeypatch):
     """Lets kernels.varlen_attention find this library, on Hopper, in a plain form."""
     wanted = library.replace("-", "_").replace(" ", "_")
-    for name in FLASH_ARGUMENTS:
+    for name in ("flash_attn_4", "flash_attn_2"):
         form = plain_flash_attention(name) if name == wanted else None
         monkeypatch.setattr(varlen, name, form)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

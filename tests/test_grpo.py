@@ -122,13 +122,6 @@ def agrees(loss_function) -> bool:
     return all(results)
 
 
-def test_the_loss_of_no_tokens_is_zero():
-    empty = torch.zeros(0, requires_grad=True)
-    loss, stats = grpo.grpo_loss(empty, torch.zeros(0), torch.zeros(0), torch.zeros(0))
-    loss.backward()
-    assert loss.item() == 0 and all(float(v) == 0 for v in stats.values())
-
-
 # ---------------------------------------------------------------- importance weights
 
 # Log-probs of trainer and sampler, and whose tokens they are. Ratios by hand:

@@ -192,20 +192,6 @@ def test_no_register_spills_and_shared_memory_fits(records):
         assert record["shared"] + 1024 <= paged.PROGRAM_BYTES, label(record)
 
 
-def test_keys_and_values_are_double_buffered(records):
-    """While a block is computed the next one is on its way: two buffers each for K and V."""
-    for record in bf16_attention(records):
-        Dh = re.search(r"heads of (\d+)", record["launch"])[1]
-        allocation = rf"ttg\.local_alloc .*memdesc<(\d+)x\d+x{Dh}xbf16"
-        buffers = re.findall(allocation, record["ttgir"])
-        assert len(buffers) == 2 and min(map(int, buffers)) >= 2, label(record)
-        # In the loop something stays under way at each wait; 0 would be waiting for all of it.
-        waits = re.findall(r"async_wait.*\{num = (\d+)", record["ttgir"])
-        assert sum(int(left) > 0 for left in waits) >= 2, (label(record), waits)
-        copy = r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10"
-        assert re.search(copy, record["ptx"]), f"{label(record)}: not copied in 16-byte pieces"
-
-
 def test_page_offsets_are_64_bits(records):
     """A pool passes 2³¹ elements: what is added to the pages' pointers is i64."""
     for record in of(records, "split_kernel", "qk_norm_rope_store_kernel"):

@@ -210,26 +210,6 @@ def test_launches_are_planned_for_the_rows_and_not_for_the_width_of_the_table(mo
     assert launched(monkeypatch, 1, 0, pool)[0][1] == 64, "a lone row may be long"
 
 
-@needs_triton
-def test_a_split_has_256_tokens_or_it_is_the_last_one():
-    case = attention_case([600, 256, 3], page_size=16)
-    sums = []
-    merge = paged.merge_kernel
-
-    class Merge:
-        def __getitem__(self, grid):
-            def launch(*arguments, **options):
-                sums.append(arguments[2].clone())
-                merge[grid](*arguments, **options)
-
-            return launch
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged, "merge_kernel", Merge())
-        check_attention(partial(paged.triton_paged_attention, splits=8), case)
-    assert (sums[0] > 0).sum(2)[:, 0].tolist() == [3, 1, 1]
-
-
 # --- the small kernels: against references that round as transformers does -----------------------
 
 

@@ -193,11 +193,6 @@ def test_two_ranks_show_and_score_what_one_process_does(played, tmp_path):
         torch.testing.assert_close(weights[1][name], one, rtol=0, atol=2e-4)
 
 
-def test_resume_is_refused_before_there_is_a_run(tmp_path, capsys):
-    assert mifo.main(["--resume", "--name", "new", "--runs", str(tmp_path)]) == 2
-    assert "this method needs" in capsys.readouterr().err and not (tmp_path / "new").exists()
-
-
 REFUSED = [{"resume": True}, {"data": "nq"}, {"loss_mean": "token"}, {"temperature": 2.0}]
 REFUSED += [{"inner_steps": 2}, {"lora_rank": 1}]
 

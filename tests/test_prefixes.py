@@ -138,12 +138,6 @@ def test_every_prediction_knows_its_sample_and_its_tokens(texts, capacity):
     assert found == [[i for i, own in enumerate(sample.mask) if own] for sample in samples]
 
 
-def test_an_empty_micro_batch_has_no_loss():
-    batch = trainer.make_micro_batch([], [], [], CPU)
-    assert (batch.tokens.shape, batch.lengths, batch.cu_seqlens.tolist()) == ((1, 2), [2], [0, 2])
-    assert len(batch.owner) == len(batch.loss_positions) == len(batch.weight) == 0
-
-
 def test_a_sample_that_is_not_well_formed_is_refused():
     samples = make_samples(2)
     samples[0].logprobs.pop()
