@@ -122,9 +122,6 @@ def test_flash_attn_4_is_for_hopper_and_blackwell_and_comes_first(monkeypatch):
     assert chosen("flash_attn_4", major=8) is chosen() is None
 
 
-# ---------------------------------------------------------------- shared ranges in Triton
-
-
 @needs_triton
 @settings(max_examples=15)
 @given(

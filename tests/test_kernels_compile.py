@@ -27,9 +27,6 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 BF16 = torch.bfloat16
 
 
-# --- in the process of its own --------------------------------------------------------------------
-
-
 def install_driver(architecture):
     """Makes Triton compile for `architecture`, with no device behind it."""
     from triton.backends.compiler import GPUTarget
@@ -146,9 +143,6 @@ def compile_all():
     return records
 
 
-# --- what must hold -------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def records():
     if kernels.triton is None or sys.platform != "linux":
@@ -168,10 +162,6 @@ def of(records, *kernels):
     return found
 
 
-def bf16_attention(records):
-    return [r for r in of(records, "split_kernel") if "fp32" not in r["launch"]]
-
-
 def label(record):
     return f"{record['kernel']} of {record['launch']} for sm_{record['architecture']}"
 
@@ -188,8 +178,9 @@ def test_no_register_spills_and_shared_memory_fits(records):
     for record in records:
         assert record["STACK"] == record["LOCAL"] == 0, label(record)
         assert record["shared"] <= SHARED_LIMIT[record["architecture"]], label(record)
-    for record in bf16_attention(records):  # CUDA takes 1 KB of each program's share for itself
-        assert record["shared"] + 1024 <= paged.PROGRAM_BYTES, label(record)
+        # CUDA takes 1 KB of each program's share for itself.
+        if record["kernel"] == "split_kernel" and "fp32" not in record["launch"]:
+            assert record["shared"] + 1024 <= paged.PROGRAM_BYTES, label(record)
 
 
 def test_page_offsets_are_64_bits(records):

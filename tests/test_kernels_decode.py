@@ -177,37 +177,18 @@ def test_split_count_is_the_cheapest(rows, kv_heads, capacity, block, at_once):
     assert all(cost(splits) <= cost(other) for other in (1, most, max(1, splits - 1)))
 
 
-def launched(monkeypatch, rows, shared, pool):
-    """The grid of each launch of Qwen3-0.6B's attention, for rows of a CUDA graph."""
-    grids = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *arguments, **options: grids.append(grid)
-
-    monkeypatch.setattr(paged, "split_kernel", Kernel())
-    monkeypatch.setattr(paged, "merge_kernel", Kernel())
-    new = partial(torch.zeros, device="meta")
-    pages = new(pool // 64, 64, 8, 128, dtype=torch.bfloat16)
-    table = new(rows, pool // 64, dtype=torch.int32)
-    lengths = new(rows, dtype=torch.int32)
-    ranges = new(shared + rows, 5, dtype=torch.int32)
-    q = new(rows, 16, 128, dtype=torch.bfloat16)
-    paged.triton_paged_attention(q, pages, pages, table, lengths, scale=1, kv_ranges=ranges)
-    return grids
-
-
 @needs_triton
-def test_launches_are_planned_for_the_rows_and_not_for_the_width_of_the_table(monkeypatch):
+def test_splits_are_planned_for_the_rows_and_not_for_the_width_of_the_table(monkeypatch):
     """A table of a CUDA graph is as wide as the pool; the rows have one pool together."""
-    pool = 324_672
-    for rows in (1, 96, 256):
-        own, merge = launched(monkeypatch, rows, 0, pool)
-        assert own[0] == rows * 8 and merge == (rows * 16,), "no launch for ranges that nobody has"
-        assert own[1] <= math.ceil(pool / rows / paged.LEAST_PIECE)
-        assert len(launched(monkeypatch, rows, 2 * (rows // 2) or 2, pool)) == 3
-    assert launched(monkeypatch, 256, 0, pool)[0][1] == 4, "it was 9 or more"
-    assert launched(monkeypatch, 1, 0, pool)[0][1] == 64, "a lone row may be long"
+    planned = []
+    monkeypatch.setattr(paged, "split_count", lambda *given: planned.append(given) or 1)
+    case = attention_case([9, 2, 40, 1], spare=50)
+    case["block_table"] = case["block_table"].repeat(1, 4)
+    check_attention(paged.triton_paged_attention, case)
+    (given,) = planned  # and no launch for ranges that nobody has
+    rows, kv_heads, capacity = given[:3]
+    assert (rows, kv_heads) == (4, 2)
+    assert capacity == 32 * math.ceil(len(case["k_pages"]) / 4) < case["block_table"].shape[1] * 32
 
 
 # --- the small kernels: against references that round as transformers does -----------------------

@@ -81,6 +81,7 @@ def test_log_probs_loss_and_gradients_are_the_stock_models(name):
     stock = copy.deepcopy(made)
     loss, logprobs = stock_step(stock, samples, weights)
     policy = trainer.Policy(made, bf16=False, recompute_activations=name in ALONE)
+    policy.train()  # as somebody may call it; gpt2's config has dropout
     assert policy.can_pack == (name in PACKED)
     batches = pack(samples, pack=policy.can_pack)
     assert len(batches) == (1 if policy.can_pack else len(samples))
@@ -98,9 +99,6 @@ def test_log_probs_loss_and_gradients_are_the_stock_models(name):
             assert p.grad is None or not p.grad.any(), parameter
         else:
             assert (p.grad - q.grad).norm() < 1e-3 * q.grad.norm() + 1e-6, parameter
-
-
-# ---------------------------------------------------------------- folders
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}

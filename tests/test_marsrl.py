@@ -69,8 +69,6 @@ def system(*words: str, **options) -> Trajectory:
     return trajectory
 
 
-# ---------------------------------------------------------------------------- rewards
-
 # what is said -> the agents' own rewards, and the system's
 TABLE = {
     ("chess", "chess right"): ([1, 1], 1),
@@ -130,9 +128,6 @@ def test_rules_differ_where_attempts_have_different_lengths():
     assert advantages("role") == pytest.approx([1, a, -1, b, 0, b, 0])
 
 
-# ----------------------------------------------------------------------------- groups
-
-
 def careless(role: str, prompt: str, seed: int) -> str:
     """Every agent draws one of its outputs by the seed."""
     rng = random.Random(seed)
@@ -172,9 +167,6 @@ def test_a_group_is_one_input():
     assert len({members[0].question_index for members in groups.values()}) == len(groups)
 
 
-# ------------------------------------------------------------------- the choice of inputs
-
-
 def outputs(run, stage: str, words: list[str], verdict: str = "wrong") -> list[Trajectory]:
     """Outputs of a stage, in this order. Its task shows the solution "lamps", which is wrong."""
     shown = {"answer": tuple(CHAT.encode("lamps")), "report": tuple(CHAT.encode("chess wrong"))}
@@ -211,9 +203,6 @@ def test_the_choice_of_inputs(seed):
     assert sorted(chosen("random", "verifier1", solutions, 4, seed)) == sorted(set(solutions))
 
 
-# ----------------------------------------------------------------------------- pipeline
-
-
 def test_the_pipeline_shifts_each_stage_by_a_batch():
     """Step t: the solver on batch t, the first verifier on batch t − 1, and so on."""
     run = scripted(careless, group=8, choice="random")
@@ -225,9 +214,6 @@ def test_the_pipeline_shifts_each_stage_by_a_batch():
         assert parts == expected
         places = {t.question_index: t.question.key for t in trajectories}
         assert len(places) == len(groups_of(trajectories))
-
-
-# ------------------------------------------------------------------------------ numbers
 
 
 def test_the_metrics_of_four_attempts_by_hand():

@@ -37,9 +37,6 @@ def run():
     return SimpleNamespace(policy=policy, config=config, chat=CHAT, rank=0, ranks=1)
 
 
-# --------------------------------------------------------------------------- what SFT learns from
-
-
 def solutions() -> list:
     """The teacher's samples."""
     return [solo.written(CHAT, t, 0, 0, t.solution, 1.0).samples()[0] for t in TASKS]
@@ -87,9 +84,6 @@ def test_sft_shows_the_questions_that_rollouts_missed(threshold, places):
         for place in rewards
     ]
     assert mifo.missed(played, threshold) == [TASKS[place] for place in places]
-
-
-# ------------------------------------------------------------------------------- what SFT may move
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.37, 1.0])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers import ranks
 from helpers.launch import launch
 from helpers.tiny import CPU, KINDS, OBJECTIVE, make_samples, model, pack, saved
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 import trainer
 from family import gather_full
@@ -41,9 +41,6 @@ def close(a, b, tolerance=1e-5):
 
 def similarity(a, b):
     return torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0)
-
-
-# ---------------------------------------------------------------- the model in training
 
 
 @pytest.mark.gpu
@@ -94,25 +91,6 @@ def test_ddp_and_fsdp_over_nccl_are_a_plain_step(fsdp, tmp_path):
 
 
 @pytest.mark.usefixtures("products_by")
-@pytest.mark.parametrize("recompute", [False, True])
-def test_dropout_of_a_models_config_is_off(recompute):
-    """With dropout the loss would be of another distribution than the one that was sampled."""
-    torch.manual_seed(0)
-    shape = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=256)
-    plain = GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-    torch.manual_seed(0)
-    dropping = GPT2LMHeadModel(GPT2Config(**shape))  # 0.1 of everything
-    found = []
-    for kind in (plain, dropping):
-        policy = trainer.Policy(kind, bf16=False, recompute_activations=recompute)
-        policy.train()  # as somebody may call it
-        batches = pack(make_samples(3), pack=False)
-        trainer.backward(policy, batches, **OBJECTIVE)
-        found.append({name: p.grad for name, p in policy.named_parameters()})
-    assert close(*found, 1e-9)
-
-
-@pytest.mark.usefixtures("products_by")
 def test_the_heads_gradient_is_not_rounded_to_bf16():
     policy = trainer.Policy(model("qwen2"), bf16=True)
     loss, _ = policy(pack(make_samples())[0], **OBJECTIVE)
@@ -136,9 +114,6 @@ def test_the_rate_rises_stays_or_falls_and_never_is_nothing():
     assert factors[0] == pytest.approx(1 / 5) and max(factors) == factors[4] == 16 / 20
     assert factors[4:] == sorted(factors[4:], reverse=True)
     assert factors[-1] == pytest.approx(1 / 20)
-
-
-# ---------------------------------------------------------------- ranks and shards
 
 
 @pytest.fixture(scope="module")

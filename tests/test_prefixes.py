@@ -73,12 +73,6 @@ def test_a_shared_prefix_is_input_once_and_counts_once():
         for n in range(1, end + 1)
     }
     assert batch.tokens.numel() == sum(batch.lengths) == len(beginnings) < sum(ends) / 2
-    kin = [[0] * 9 + [word] for word in range(9)]
-    # Seven of them have 9 + 7 tokens and 70 keys, eight would have too many keys.
-    assert prefixes.pack(kin, [1] * 9, 18) == [[0, 1, 2, 3, 4, 5, 6], [7, 8]]
-    # The keys of two such families are 4 · 35.
-    others = [[1, *sample[1:]] for sample in kin[:7]]
-    assert len(prefixes.pack(kin[:7] + others, [1] * 14, 34)) == 2
     # A quarter of the sample that shares, not of the one before it.
     assert [prefixes.shared_prefix([7] * 4, [7] * 4 + [8] * n) for n in (12, 13)] == [4, 0]
 
