@@ -3,15 +3,10 @@
 That none is lost, and each keeps its weights: tests/test_policy.py.
 """
 
-from types import SimpleNamespace
-from unittest.mock import Mock
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbing import outside
 from trainer import exchange
 
 SIZES = st.lists(st.dictionaries(st.integers(0, 9), st.integers(1, 1000)), min_size=1, max_size=8)
@@ -44,17 +39,3 @@ def test_a_rank_with_more_than_the_mean_gives_groups_away_unless_no_rank_has_les
 @pytest.mark.parametrize(("pack", "count"), [(True, 4 + 2 + 2), (False, 4 + 5 + 2)])
 def test_shared_beginnings_are_counted_once_where_they_are_computed_once(pack, count):
     assert exchange.added_tokens([[1, 2, 3, 9, 9], [5, 5], [1, 2, 3, 4]], pack) == count
-
-
-def test_on_gpus_objects_go_by_way_of_the_cpu(monkeypatch):
-    """Samples on a GPU would take the memory that is planned for the pool. NCCL opens at once."""
-    group = Mock()
-    group.is_initialized.return_value = False
-    gpu = outside.Machine(torch.device("cuda", 0), rank=0, ranks=8, bf16=True)
-    monkeypatch.setattr(outside, "dist", group)
-    monkeypatch.setattr(outside.sys, "excepthook", None)
-    monkeypatch.setattr(outside, "place", lambda config: gpu)
-    monkeypatch.setattr(outside.torch, "zeros", Mock())
-    outside.join(SimpleNamespace())
-    assert group.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)
-    group.all_reduce.assert_called_once()

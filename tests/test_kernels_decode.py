@@ -40,9 +40,6 @@ def convert(case, dtype):
     return converted
 
 
-# --- attention ------------------------------------------------------------------------------------
-
-
 def attention_case(
     lengths,
     Hq=4,
@@ -96,10 +93,6 @@ def check_attention(function, case, atol=ATOL):
         assert (out.double() - truth).abs().max() <= atol
 
 
-def columns_together(table):
-    return table.T.contiguous().T
-
-
 ATTENTION_CASES = {
     "odd lengths and padding rows": dict(lengths=[1, 0, 131, 77, 0]),
     "page boundaries": dict(lengths=[31, 32, 33, 64, 65, 96], Hq=2, Hkv=1),
@@ -111,7 +104,7 @@ ATTENTION_CASES = {
     "group of 7": dict(lengths=[33, 70], Hq=14, Hkv=2),
     "one page in the table": dict(lengths=[5, 32], spare=0),
     "part of a wider table": dict(lengths=[33, 64, 1], layout=lambda table: table[:, :3]),
-    "columns of the table together": dict(lengths=[33, 64, 1], layout=columns_together),
+    "columns of the table together": dict(lengths=[33, 64, 1], layout=lambda x: x.T.clone().T),
     # Scores of ±10⁴: without the running maximum the exponentials overflow.
     "large scores": dict(lengths=[50, 97], scale=300.0, atol=1e-2),
     "fp16": dict(lengths=[1, 33, 150, 0], dtype=torch.float16, atol=2e-3),
@@ -189,9 +182,6 @@ def test_splits_are_planned_for_the_rows_and_not_for_the_width_of_the_table(monk
     rows, kv_heads, capacity = given[:3]
     assert (rows, kv_heads) == (4, 2)
     assert capacity == 32 * math.ceil(len(case["k_pages"]) / 4) < case["block_table"].shape[1] * 32
-
-
-# --- the small kernels: against references that round as transformers does -----------------------
 
 
 def norm_case(B=5, D=123, *, first=False, size=1.0):
@@ -294,9 +284,6 @@ def test_misuse_is_refused(name, change, triton_form):
         getattr(kernels, name)(**case)
 
 
-# --- transformers' modules ------------------------------------------------------------------------
-
-
 def assert_same(mine, theirs):
     """Bit for bit; on a GPU, whose sums depend on the shape around them, by rounding."""
     if DEVICE == "cuda" and mine.dtype == torch.float32:
@@ -348,8 +335,6 @@ def test_references_round_as_transformers_does(kind, dtype):
     theirs = layer.mlp.act_fn(gate_up[:, :48]) * gate_up[:, 48:]
     assert_same(decode.silu_mul_reference(gate_up), theirs)
 
-
-# --- mutants: each check above must be able to fail -----------------------------------------------
 
 ATTENTION_MUTANTS = read_mutants(  # of kernels/paged.py
     """
@@ -417,9 +402,6 @@ def test_small_mutants_are_caught(name, tmp_path, triton_form):
     with pytest.raises(AssertionError):
         for case in SMALL_CASES[function]:
             check_small(function, mutant, case)
-
-
-# --- on a GPU -------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -133,12 +133,9 @@ def run(function, case):
     return loss.detach(), stats, hidden.grad, weight.grad
 
 
-def is_float(x):
-    return torch.is_tensor(x) and x.is_floating_point()
-
-
 def as_double(case):
-    return {name: x.double() if is_float(x) else x for name, x in case.items()}
+    floats = {name: x for name, x in case.items() if torch.is_tensor(x) and x.is_floating_point()}
+    return case | {name: x.double() for name, x in floats.items()}
 
 
 def near(name, value, truth, atol):
@@ -179,9 +176,6 @@ def check(function, case):
         near(name, stats[name], true_stats[name], 3e-5)
 
 
-# --- the real thing passes ------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("products_by")
 @pytest.mark.parametrize("name", CASES)
 def test_linear_loss(name, form, small_chunks):
@@ -201,9 +195,6 @@ def test_linear_logprob(form, small_chunks):
     assert nothing[0].shape == nothing[1].shape == (0,)
 
 
-# --- one loss -------------------------------------------------------------------------------------
-
-
 def test_an_edit_of_the_formula_reaches_the_fused_loss(form, small_chunks, monkeypatch):
     """A fork that doubles grpo.grpo_loss doubles the fused loss and both its gradients."""
     case = make_case()
@@ -219,9 +210,6 @@ def test_an_edit_of_the_formula_reaches_the_fused_loss(form, small_chunks, monke
     assert forked == stats["loss"] == 2 * loss != 0
     assert torch.equal(stats["forked"], loss), "statistics of a fork reach the caller"
     assert all(torch.equal(double, 2 * x) for double, x in zip(doubles, gradients))
-
-
-# --- what else the contract says ------------------------------------------------------------------
 
 
 @given(st.integers(0, 20_000), st.sampled_from([300, 151_936]), st.booleans())
@@ -281,9 +269,6 @@ def test_autocast_rounds_hidden_but_not_logits(form):
     near("log-prob", stats["logprob"], truth, 1e-5)
 
 
-# --- misuse ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -312,8 +297,6 @@ def test_an_unknown_form_is_refused(monkeypatch):
     with pytest.raises(UserError, match="MARS_KERNELS"):
         backend.use_triton(torch.zeros(1))
 
-
-# --- mutants must be caught -----------------------------------------------------------------------
 
 LINEAR_MUTANTS = read_mutants(  # of kernels/linear_loss.py, in its Triton form if named so
     """

@@ -20,24 +20,6 @@ RANK = 3
 SCALE = 32 / RANK
 
 
-def with_adapters(plain, seed: int = 0):
-    """The model with adapters of which neither half is 0, as after some steps."""
-    trainer.add_adapters(plain, RANK, seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for layer in lora.lora_layers(plain).values():
-            layer.lora_B.normal_(std=0.02, generator=generator)
-    return plain
-
-
-def merged_by_hand(plain, adapted):
-    """`plain`, whose weights become those of the other model with its adapters: W + (α/R) B A."""
-    with torch.no_grad():
-        for name, layer in lora.lora_layers(adapted).items():
-            plain.get_submodule(name).weight += SCALE * layer.lora_B @ layer.lora_A
-    return plain
-
-
 def learn(policy):
     """Three optimizer steps on the samples; returns the optimizer."""
     optimizer = trainer.make_optimizer(policy, 1e-2, 0.0)
@@ -50,12 +32,16 @@ def learn(policy):
 
 def test_the_gradient_is_the_dense_one_projected():
     """y = (W + s B A) x, so dB = s dW Aᵀ and dA = s Bᵀ dW."""
-    adapted = with_adapters(model("qwen2"))
-    dense = merged_by_hand(model("qwen2"), adapted)
+    adapted, dense = model("qwen2"), model("qwen2")
+    trainer.add_adapters(adapted, RANK, seed=0)
+    layers = lora.lora_layers(adapted)
+    with torch.no_grad():
+        for name, layer in layers.items():
+            layer.lora_B.normal_(std=0.02)
+            dense.get_submodule(name).weight += SCALE * layer.lora_B @ layer.lora_A
     for plain in (adapted, dense):
         policy = trainer.Policy(plain, bf16=False)
         trainer.backward(policy, pack(make_samples()), **OBJECTIVE)
-    layers = lora.lora_layers(adapted)
     assert len(layers) == 2 * 7
     for name, layer in layers.items():
         gradient = dense.get_submodule(name).weight.grad

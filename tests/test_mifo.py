@@ -164,24 +164,21 @@ def test_arms_are_equal_up_to_sft_and_are_tabulated(played, capsys):
     assert capsys.readouterr().out.count("→") == 2 * 2
 
 
-RUN = """
-import sys
-from siblings import mifo, mifo_toy
-mifo_toy.build.keywords["steps"] = (1, 1)
-sys.exit(mifo.main(sys.argv[1:]))
-"""
+def play(line: list) -> None:
+    """What each rank does."""
+    mifo_toy.build.keywords["steps"] = (1, 1)
+    assert mifo.main(line) == 0
 
 
 def test_two_ranks_show_and_score_what_one_process_does(played, tmp_path):
     """No answer is right, so RL changes nothing, and SFT shows what any rank missed."""
     folder, _ = played["moved"]
-    script = tmp_path / "script.py"
-    script.write_text(RUN)
-    line = [*SMALL.split(), "--steps", 3, "--sft_steps", 1, "--eval_questions", 2]
-    line += ["--cache", folder.parent.parent, "--runs", tmp_path]
+    line = [*SMALL.split(), "--steps=3", "--sft_steps=1", "--eval_questions=2"]
+    line += [f"--cache={folder.parent.parent}", f"--runs={tmp_path}"]
     weights = []
     for world in (1, 2):
-        assert launch(script, *line, "--name", world, log=tmp_path / "log", world=world) == 0
+        named = [*line, f"--name={world}"]
+        assert launch(play, named, log=tmp_path / "log", world=world) == 0
         weights.append(load_file(tmp_path / str(world) / "checkpoint" / "model.safetensors"))
     for name, one in weights[0].items():
         torch.testing.assert_close(weights[1][name], one, rtol=0, atol=2e-4)

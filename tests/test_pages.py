@@ -131,3 +131,19 @@ def test_the_least_recently_used_page_is_given_up_first_and_a_context_s_last_one
         assert pages.extend(table, taken)
         assert [len(pages.find(tokens)) for tokens in ([1, 2], [3, 4])] == left
         pages.release(table, [])
+
+
+def test_a_page_that_was_given_up_is_not_found_by_those_after_it():
+    """Two contexts hold the same token in pages of their own, of which only one is known."""
+    pages = Pages(4, 1)
+    first, second, other = [], [], []
+    pages.extend(first, 2)
+    pages.extend(second, 2)
+    third, _ = pages.fork(second, 2)
+    pages.release(first, [1, 2])
+    pages.release(second, [1, 3])  # page 3 is known as a follower of page 0
+    pages.extend(other, 2)
+    pages.release(other, [7, 8])
+    assert pages.find([7, 3]) == [0]
+    pages.release(third, [1, 3])
+    assert pages.find([1, 3]) == [2, 3] and len(pages.known) == 4

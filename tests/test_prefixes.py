@@ -73,6 +73,17 @@ def test_a_shared_prefix_is_input_once_and_counts_once():
         for n in range(1, end + 1)
     }
     assert batch.tokens.numel() == sum(batch.lengths) == len(beginnings) < sum(ends) / 2
+    kin = [[0] * 9 + [word] for word in range(9)]
+    # Seven of them have 9 + 7 tokens and 70 keys, eight would have too many keys.
+    assert prefixes.pack(kin, [1] * 9, 18) == [[0, 1, 2, 3, 4, 5, 6], [7, 8]]
+    # The keys of two such families are 4 · 35.
+    others = [[1, *sample[1:]] for sample in kin[:7]]
+    assert len(prefixes.pack(kin[:7] + others, [1] * 14, 34)) == 2
+    # Two that begin with the same word are no kin, and nothing is gathered for them.
+    inputs = [[0] * 40, [1] * 60, [1] + [9] * 39]
+    assert prefixes.pack(inputs, [1] * 3, 100) == [[0, 1], [2]]
+    _, _, added, rows_of = prefixes.lay_out(inputs)
+    assert prefixes.keys_of(added, rows_of, CPU) is None
     # A quarter of the sample that shares, not of the one before it.
     assert [prefixes.shared_prefix([7] * 4, [7] * 4 + [8] * n) for n in (12, 13)] == [4, 0]
 
@@ -140,14 +151,6 @@ def test_a_sample_that_is_not_well_formed_is_refused():
     samples[1].mask[0] = True
     with pytest.raises(ValueError, match="no token predicts it"):
         pack(samples[1:])
-
-
-def test_samples_that_share_nothing_are_packed_first_fit_decreasing():
-    """Nothing is gathered for them, and two that begin with the same word are no kin."""
-    inputs = [[0] * 40, [1] * 60, [1] + [9] * 39]
-    assert prefixes.pack(inputs, [1] * 3, 100) == [[0, 1], [2]]
-    _, _, added, rows_of = prefixes.lay_out(inputs)
-    assert prefixes.keys_of(added, rows_of, CPU) is None
 
 
 class OnCuda(torch.Tensor):

@@ -4,15 +4,12 @@ Whatever is shared, preempted, cut into chunks or resumed, an answer must be the
 model gives to the whole text. The scheduler alone: tests/test_scheduler.py.
 """
 
-import contextlib
 import copy
 import functools
 import gc
-import inspect
 import math
 import random
 import weakref
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -104,9 +101,6 @@ def nothing_leaked(sampler):
     return not (sampler.pages_in_use or any(sampler.pages.references) or sampler.scheduler.holders)
 
 
-# ---------------------------------------------------------------- exact
-
-
 @on_devices
 @pytest.mark.usefixtures("weights")
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,9 +169,6 @@ def test_bf16_turns_draws_and_new_weights(device):
         assert torch.equal(sampler.pool, sampler.pool.bfloat16().float())
 
 
-# ---------------------------------------------------------------- a pool that is lent
-
-
 def test_a_lent_pool_is_held_by_nobody_and_made_again():
     """Nor are its graphs' buffers; then new weights, in a conversation that goes on as well."""
     kind = "qwen3 grouped tied"
@@ -203,30 +194,6 @@ def test_a_lent_pool_is_held_by_nobody_and_made_again():
     out = sampler.generate(prompts, max_new_tokens=6, temperature=0)
     for prompt, completion in zip([*prompts, [*context, 5]], [*out, again.completion], strict=True):
         assert logprob_error(model_of(kind, seed=1), prompt, completion) < 1e-4
-
-
-def test_a_capture_outlives_the_calls_of_other_threads(monkeypatch):
-    """NCCL's thread asks for its events at any time. The arguments are those of the real class."""
-    signature = inspect.signature(torch.cuda.graph)
-    sampler = Sampler(tiny.lively("Qwen3"), max_tokens=64, page_size=PAGE, buckets=True)
-    sampler.generate([[1, 2]], max_new_tokens=1)  # its first step makes pool and graphs
-    graphs = sampler.graphs
-    captures = []
-
-    def graph(*arguments, **options):
-        captures.append(signature.bind(*arguments, **options).arguments)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    for name in ("CUDAGraph", "Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, Mock())
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(graphs.model, "hidden", lambda static, pool: static.ids)
-    graphs.capture(next(iter(graphs.buffers.values())), "pool")
-    assert captures[0]["capture_error_mode"] == "thread_local" and captures[0]["pool"] == "pool"
-
-
-# ---------------------------------------------------------------- draws
 
 
 def test_a_row_s_successive_draws_are_independent_uniforms():
@@ -283,8 +250,6 @@ def test_top_p_of_a_neighbour_drops_no_token_of_a_row_without_it():
     assert torch.equal(kept > 0, torch.tensor([[True] * 4, [True, True, False, False]]))
 
 
-# ---------------------------------------------------------------- what submit takes and refuses
-
 REFUSED = {
     "tokens must be at least one": dict(tokens=[]),
     f"tokens must be .* to {V - 1}": dict(tokens=[1, V]),
@@ -312,9 +277,6 @@ def test_bad_requests_are_refused_and_leave_no_trace():
     sampler.close(conversation)
     with pytest.raises(ValueError, match="closed"):
         sampler.submit(conversation, prompt, max_new_tokens=3)
-
-
-# ---------------------------------------------------------------- what goes wrong
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

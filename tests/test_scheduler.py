@@ -128,9 +128,6 @@ def run_all(engine):
     return done
 
 
-# ---------------------------------------------------------------- any history
-
-
 class History:
     """Random submits, turns, closes and new weights over a tiny pool, each answer checked."""
 
@@ -140,7 +137,6 @@ class History:
         self.weights = {}  # request -> the number of the weights that drew each of its tokens
         self.conversations = []
         self.chained = 0
-        self.found = 0  # kept pages that were taken over
         self.engine = make(
             max_tokens=self.rng.randint(4, 12) * PAGE,
             max_sequences=self.rng.randint(1, 6),
@@ -160,14 +156,6 @@ class History:
             copy_pages(copies)
 
         self.engine._copy_pages = watched
-        pages = self.engine.pages
-        fork = pages.fork
-
-        def watched_fork(block_table, tokens):
-            self.found += len(pages.kept.keys() & block_table)
-            return fork(block_table, tokens)
-
-        pages.fork = watched_fork
 
     def random_tokens(self, count):
         return [self.rng.randrange(V) for _ in range(count)]
@@ -238,19 +226,13 @@ def test_any_history_gives_exact_answers():
     """Tiny pools, groups of one prompt, forks and preemptions in one admission: all is exact."""
     preemptions = 0
     chained = 0
-    found = 0
     for seed in range(50):
         history = History(seed)
         history.run()
         preemptions += history.engine.stats["preemptions"]
         chained += history.chained
-        found += history.found
     assert preemptions > 300
-    assert found > 50, "kept pages were hardly ever taken over"
     assert chained >= 3, "no fork was made of a page that is itself still to be copied"
-
-
-# ---------------------------------------------------------------- prompts that begin alike
 
 
 def prefilled(prompts, **options):
@@ -323,9 +305,6 @@ def test_a_turn_prefills_what_is_new_and_nothing_twice(overlap):
         run_all(engine)
         check_answer(request, context)
         assert engine.stats["prefilled_tokens"] == 3 * (turn + 1) - 1
-
-
-# ---------------------------------------------------------------- who goes first
 
 
 def test_the_oldest_request_is_never_starved():
