@@ -127,15 +127,6 @@ TOUCHES = {"save": torch, "rmtree": shutil}
 TOUCHES |= dict.fromkeys(("fsync", "rename", "replace", "unlink"), os)
 
 
-def before_each_touch(patch, act):
-    def touched(real, *args, **options):
-        act()
-        return real(*args, **options)
-
-    for name, holder in TOUCHES.items():
-        patch.setattr(holder, name, functools.partial(touched, getattr(holder, name)))
-
-
 def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
     run, tmp_path, monkeypatch
 ):
@@ -152,13 +143,15 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
         folder = shutil.copytree(prepared, tmp_path / str(place), symlinks=True)
         touches = itertools.count()
 
-        def touch(touches=touches, place=place):
+        def touch(real, *args, touches=touches, place=place, **options):
             if next(touches) >= place:  # nothing of a dead process touches the disk
                 raise Killed
+            return real(*args, **options)
 
         try:
             with monkeypatch.context() as patch:
-                before_each_touch(patch, touch)
+                for name, holder in TOUCHES.items():
+                    patch.setattr(holder, name, functools.partial(touch, getattr(holder, name)))
                 save(folder, 2, run, {0: 0.5, 1: 0.9})
         except Killed:
             pass

@@ -41,16 +41,7 @@ def convert(case, dtype):
 
 
 def attention_case(
-    lengths,
-    Hq=4,
-    Hkv=2,
-    Dh=32,
-    page_size=32,
-    *,
-    spare=2,
-    scale=0.1,
-    layout=torch.Tensor.contiguous,
-    dtype=torch.float32,
+    lengths, Hq=4, Hkv=2, Dh=32, page_size=32, *, spare=2, scale=0.1, layout=None, dtype=torch.float
 ):
     """Arguments of paged_attention.
 
@@ -77,7 +68,8 @@ def attention_case(
         "lengths": torch.tensor(lengths, dtype=torch.int32),
         "scale": scale,
     }
-    return convert(case, dtype) | {"block_table": layout(table.to(DEVICE))}
+    table = table.to(DEVICE)
+    return convert(case, dtype) | {"block_table": layout(table) if layout else table}
 
 
 # A GPU's exp2 is approximate.

@@ -147,29 +147,21 @@ def test_settings_that_contradict_each_other_are_written_back(settings, shape, t
     assert settings.items() <= again.items()
 
 
-def without_a_weight(folder):
-    made = AutoModelForCausalLM.from_pretrained(folder)
-    weights = made.state_dict()
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    made.save_pretrained(folder, state_dict=weights)
-
-
-def with_code(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["model_type"] = "stranger"
-    config["auto_map"] = {
-        "AutoConfig": "stranger.StrangerConfig",
-        "AutoModelForCausalLM": "stranger.Stranger",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "stranger.py").write_text("open('ran', 'w')\n")
-
-
-@pytest.mark.parametrize("damage", [without_a_weight, with_code])
+@pytest.mark.parametrize("damage", ["a weight is missing", "it has code"])
 def test_a_broken_folder_is_one_sentence(damage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = saved("qwen3", tmp_path / "model")
-    damage(folder)
+    if damage == "it has code":
+        config = json.loads((folder / "config.json").read_text()) | {"model_type": "stranger"}
+        classes = {"AutoConfig": "StrangerConfig", "AutoModelForCausalLM": "Stranger"}
+        config["auto_map"] = {name: f"stranger.{own}" for name, own in classes.items()}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "stranger.py").write_text("open('ran', 'w')\n")
+    else:
+        made = AutoModelForCausalLM.from_pretrained(folder)
+        weights = made.state_dict()
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        made.save_pretrained(folder, state_dict=weights)
     with pytest.raises(UserError, match="cannot load a model from") as refusal:
         trainer.load_model(folder, CPU)
     assert "\n" not in str(refusal.value)

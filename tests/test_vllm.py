@@ -162,6 +162,10 @@ def test_new_weights_reach_every_server_that_is_not_lost(engine, second, folder,
     talks = converse(sampler, temperature=0.0)
     assert tokens(talks) == before
     assert {completion.server for completion in sum(talks, [])} == {engine.url}
+    engine.load(str(other))  # as if it was started anew with its first weights
+    engine.version = "default"
+    assert tokens(converse(sampler, temperature=0.0)) == before
+    assert engine.loaded[3:] == [str(other), str(folder)]
     engine.load = lambda path: None  # vLLM silently keeps its weights if others have another shape
     with pytest.raises(UserError, match=f"{engine.url}.* another model than the run"):
         sampler.load_weights(other)
@@ -221,17 +225,6 @@ def test_a_fault_is_asked_again_and_leaves_no_trace(engine, folder):
     engine.faults += [FAULTS["cut"]] * 1000
     with pytest.raises(Lost, match=r"no answer within 0.1 seconds \(.*http"):
         converse(sampler, count=1)
-
-
-def test_a_server_started_anew_with_its_first_weights_loses_nothing(engine, folder, other):
-    """It gets the run's weights again, and no sample of its first weights is used."""
-    sampler = connected(engine, folder=folder)
-    sampler.load_weights(other)
-    want = tokens(converse(sampler, temperature=0.0))
-    engine.load(str(folder))
-    engine.version = "default"
-    assert tokens(converse(sampler, temperature=0.0)) == want
-    assert engine.loaded[3:] == [str(other)]
 
 
 async def episode(env, trajectory):
