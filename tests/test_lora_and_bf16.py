@@ -35,9 +35,6 @@ def sampler_weights(run, role):
     return {name: value.clone() for name, value in weights.items() if value is not None}
 
 
-# ---------------------------------------------------------------- adapters
-
-
 @pytest.fixture(scope="module")
 def adapted(base, products_by, tmp_path_factory):
     """Two steps with adapters, a KL term and a frozen System 1: (folder, metrics, weights)."""
@@ -82,9 +79,6 @@ def test_a_run_with_adapters_resumes_bit_by_bit(base, adapted, tmp_path):
         first, second = (load_file(run / path) for run in (folder / "whole", cut))
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-# ---------------------------------------------------------------- bf16 on a CPU
 
 
 @pytest.mark.parametrize("adapters", [[], ADAPTERS], ids=["in full", "adapters"])

@@ -32,9 +32,6 @@ PAGES = [
 DOCUMENTS = " ".join(f"<doc> {page.text}" for page in PAGES)
 
 
-# -------------------------------------------------------------------------------------- the episode
-
-
 def play(planner: list[str], worker: list[str], search=lambda query: PAGES, **options):
     """One scripted episode: the trajectory, and the script. Each role says its texts in turn."""
     left = {"planner": list(planner), "worker": list(worker)}
@@ -136,9 +133,6 @@ def test_what_goes_wrong_stays_within_the_worker():
     assert problems == ["tool failed", "malformed", "malformed"]
 
 
-# ------------------------------------------------------------------------------------------- credit
-
-
 def sample(role: str, place: int, attempt: int, lengths: list[int], seed: int) -> Sample:
     """One given and one sampled part for each length, of ids that the tiny models know."""
     rng = random.Random(seed)
@@ -232,9 +226,6 @@ def test_frozen_workers_are_not_trained():
     trajectories, terms, _ = credited(workers="frozen")
     assert len(terms["rollout"]) == len(trajectories)
     assert not any(sample.loss_weight for t in trajectories for sample in t.samples("worker"))
-
-
-# -------------------------------------------------------------------------------------- the program
 
 
 def test_a_chat_models_prompt_names_its_task_and_its_own_tools_only():

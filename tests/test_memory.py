@@ -44,9 +44,6 @@ def parts_of(model, longest=0, kind="cpu", **options) -> dict[str, float]:
     return memory.memory_parts(model.config, config, longest, 1, kind, True)
 
 
-# ---------------------------------------------------------------- beside a real step
-
-
 def size(tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
@@ -126,8 +123,6 @@ def test_a_micro_batchs_peak_is_at_most_the_plans_and_not_far_below(kind, recomp
     assert longer > 1.8 * planned, "the longest sample counts, not only the packed ones"
 
 
-# ---------------------------------------------------------------- Qwen3 on GPUs
-
 QWEN3 = {  # hidden size, intermediate size, layers, heads
     "0.6B": (1024, 3072, 28, 16),
     "1.7B": (2048, 6144, 28, 16),
@@ -139,14 +134,10 @@ OFFERED = re.findall(r"^\| (Qwen3.*?) \|.*`(--model Qwen/Qwen3-.*)` \|", DOCS, r
 assert {options.split()[1].removeprefix("Qwen/Qwen3-") for _, options in OFFERED} == set(QWEN3)
 
 
-def plan_of(options: str, *where) -> tuple[int, str]:
-    """As `plan_with`, for a command's options."""
+def plan_of(options: str, gib: int, world: int, monkeypatch, folder) -> tuple[int, str]:
+    """The plan of a command that runs a Qwen3 on cards that show `gib` GiB."""
     given = parse(parser(mars.MarsConfig, ""), options.split())
-    return plan_with(resolve(mars.MarsConfig, given, presets=mars.METHOD.presets), *where)
-
-
-def plan_with(config, gib: int, world: int, monkeypatch, folder) -> tuple[int, str]:
-    """The plan of a run of a Qwen3 on cards that show `gib` GiB."""
+    config = resolve(mars.MarsConfig, given, presets=mars.METHOD.presets)
     name = config.model.removeprefix("Qwen/Qwen3-")
     sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
     shape = dict(zip(sizes, QWEN3[name], strict=True)) | {"tie_word_embeddings": name != "8B"}
@@ -179,9 +170,6 @@ def test_what_the_docs_offer_for_one_gpu_fits(row, options, tmp_path, monkeypatc
     (limits,) = re.findall(r"--sys2_context 8192 .*", DOCS)
     gib = 75 if "80 GB" in row else 22
     assert f"of {gib}.0" in plan_of(f"{limits} {options}", gib, 1, monkeypatch, tmp_path)[1]
-
-
-# ---------------------------------------------------------------- on a CPU
 
 
 def test_the_plan_of_a_cpu(tmp_path, monkeypatch):

@@ -127,9 +127,6 @@ def test_a_server_gets_its_key_and_no_error_shows_a_refused_key(monkeypatch, var
     server.stop()
 
 
-# ---------------------------------------------------------------- answers as in the process
-
-
 def test_answers_are_those_of_a_sampler_in_the_process(engine, folder):
     local = converse(Sampler(tiny.model("qwen3"), max_tokens=8192), temperature=0.7)
     far = converse(connected(engine, folder=folder), temperature=0.7)
@@ -144,9 +141,6 @@ def test_answers_are_those_of_a_sampler_in_the_process(engine, folder):
         assert (body["temperature"], body["top_p"]) == (0.7, 1.0)
         assert body["stop_token_ids"] == sorted(STOPS) and body["ignore_eos"]
         assert all(type(token) is int for token in body["prompt"])
-
-
-# ---------------------------------------------------------------- new weights
 
 
 def test_new_weights_reach_every_server_that_is_not_lost(engine, second, folder, other):
@@ -168,13 +162,13 @@ def test_new_weights_reach_every_server_that_is_not_lost(engine, second, folder,
     talks = converse(sampler, temperature=0.0)
     assert tokens(talks) == before
     assert {completion.server for completion in sum(talks, [])} == {engine.url}
-
-
-def test_a_server_that_does_not_take_the_weights_is_refused(engine, second, other):
-    """vLLM silently keeps its weights if the new ones have another shape."""
-    second.load = lambda path: None
-    with pytest.raises(UserError, match=f"{second.url}.* another model than the run"):
-        connected(engine, second, folder=other)
+    engine.load(str(other))  # as if it was started anew with its first weights
+    engine.version = "default"
+    assert tokens(converse(sampler, temperature=0.0)) == before
+    assert engine.loaded[3:] == [str(other), str(folder)]
+    engine.load = lambda path: None  # vLLM silently keeps its weights if others have another shape
+    with pytest.raises(UserError, match=f"{engine.url}.* another model than the run"):
+        sampler.load_weights(other)
 
 
 def test_a_model_folder_is_written_whole_and_the_newest_two_stay(tmp_path):
@@ -184,9 +178,6 @@ def test_a_model_folder_is_written_whole_and_the_newest_two_stay(tmp_path):
     loaded = load(written[-1]).state_dict()
     for name, weight in model.state_dict().items():
         assert torch.equal(loaded[name].float(), weight.bfloat16().float()), name
-
-
-# ---------------------------------------------------------------- faults
 
 
 def instead(reply):
@@ -234,20 +225,6 @@ def test_a_fault_is_asked_again_and_leaves_no_trace(engine, folder):
     engine.faults += [FAULTS["cut"]] * 1000
     with pytest.raises(Lost, match=r"no answer within 0.1 seconds \(.*http"):
         converse(sampler, count=1)
-
-
-def test_a_server_started_anew_with_its_first_weights_loses_nothing(engine, folder, other):
-    """It gets the run's weights again, and no sample of its first weights is used."""
-    sampler = connected(engine, folder=folder)
-    sampler.load_weights(other)
-    want = tokens(converse(sampler, temperature=0.0))
-    engine.load(str(folder))
-    engine.version = "default"
-    assert tokens(converse(sampler, temperature=0.0)) == want
-    assert engine.loaded[3:] == [str(other)]
-
-
-# ---------------------------------------------------------------- whole runs
 
 
 async def episode(env, trajectory):
@@ -362,7 +339,7 @@ def test_two_ranks_share_the_servers(toy, server, tmp_path):
 
     The random model earns nothing; with a KL term its samples are scored all the same.
     """
-    line = ["--model", toy, *SMALL.split(), "--kl_beta", "0.1"]
+    line = ["--model", toy, *SMALL.split(), "--group", 2, "--kl_beta", "0.1"]
     line += ["--runs", tmp_path / "runs", "--name", "served", "--server", server.url, "--steps", 1]
     assert launch(REPO / "mars.py", *line, log=tmp_path / "log") == 0
     assert len(server.loaded) == 2, "the start and a step, once each"
@@ -381,9 +358,6 @@ def test_a_lost_trajectory_is_counted_and_not_trained_on(toy, server, capsys):
     assert len(records) == 8 and len(lost) == 3
     assert all(line["reward"] is None and not line["trained"] for line in lost)
     assert "of the trajectories of step" in capsys.readouterr().err, "too many stop the run"
-
-
-# ---------------------------------------------------------------- never trust a distribution
 
 
 @pytest.mark.parametrize("factor, order", [(0.5, 1), (2, -1)])
