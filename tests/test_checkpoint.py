@@ -116,9 +116,6 @@ def test_a_state_from_before_the_first_update_counts_none(tmp_path):
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
 
 
-# ---------------------------------------------------------------- ends in the middle
-
-
 class Killed(BaseException):
     """As if the process had died: nothing after it runs but `finally`."""
 

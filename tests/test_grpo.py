@@ -122,8 +122,6 @@ def agrees(loss_function) -> bool:
     return all(results)
 
 
-# ---------------------------------------------------------------- importance weights
-
 # Log-probs of trainer and sampler, and whose tokens they are. Ratios by hand:
 #   sample 0: 2 · 0.5 · 1.5 = 1.5   sample 1: 4 · 1 = 4   sample 2: 1/8   sample 3: 2 · 1.5 = 3
 RATIOS = [2.0, 4.0, 0.5, 0.125, 1.0, 1.5, 2.0, 1.5]
@@ -144,9 +142,6 @@ def weighs_by_hand(weights) -> bool:
         and weights(0 * gap, 1.0, owner).tolist() == [1.0] * 8
         and weights(empty, 3.0, empty.long()).shape == (0,)
     )
-
-
-# ----------------------------------------- the ends of floats
 
 
 @pytest.mark.parametrize("d", [1e-4, -1e-4, 1e-3, 0.49, 0.51])
@@ -191,8 +186,6 @@ def test_numbers_at_the_end_of_their_range(A, old, ref, loss, gradient):
     assert total.item() == pytest.approx(0.5 * (loss + usual), rel=1e-5)
     assert logprob.grad.tolist() == pytest.approx([0.5 * gradient, 0.5 * usual], rel=1e-5)
 
-
-# ----------------------------------------- loss and importance weights by hand, and mutants
 
 CHECKS = {"grpo_loss": agrees, "importance_weights": weighs_by_hand}
 MUTANTS = read_mutants(  # each drops or bends one term of grpo.py

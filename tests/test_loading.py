@@ -99,9 +99,6 @@ def test_log_probs_loss_and_gradients_are_the_stock_models(name):
             assert (p.grad - q.grad).norm() < 1e-3 * q.grad.norm() + 1e-6, parameter
 
 
-# ---------------------------------------------------------------- folders
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | YARN | {"rope_type": "llama3"}
 

@@ -104,9 +104,6 @@ def refused(capsys):
     return check
 
 
-# ------------------------------------------------------------------------------ a run, whole or not
-
-
 def test_a_run_leaves_what_it_promises(trained):
     folder = trained / "whole"
     lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
@@ -347,9 +344,6 @@ def test_a_finished_run_is_left_as_it_is(copied, base, capsys):
     assert (folder / "checkpoint").resolve() == (folder / "state/step_000004/model").resolve()
 
 
-# --------------------------------------------------------------------------------- eval and ask
-
-
 def test_eval_and_ask(copied, capsys):
     last = json.loads((copied / "whole/metrics.jsonl").read_text().splitlines()[-1])
     options = ["--runs", copied, "--eval_questions", 6]
@@ -571,9 +565,6 @@ def test_right_attempts_become_demonstrations_that_are_learned(trained, base, tm
     random_model(tmp_path / "other")
     assert warm_start.main([*options, f"--model={tmp_path / 'other'}", f"--out={demos}2"]) == 2
     assert "take the run's --model" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------- what ends a run early
 
 
 broken = Mock(side_effect=ToolError("no route to the service"))

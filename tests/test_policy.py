@@ -41,9 +41,6 @@ def similarity(a, b):
     return torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0)
 
 
-# ---------------------------------------------------------------- the model in training
-
-
 def assert_a_step_is_that_of_the_cpu(policy, kind, samples):
     """In bf16 on a GPU. Returns the gradients that a CPU has."""
     loss, expected = gradients(model(kind), samples, 90)
@@ -130,9 +127,6 @@ def test_the_rate_rises_stays_or_falls_and_never_is_nothing():
     assert factors[0] == pytest.approx(1 / 5) and max(factors) == factors[4] == 16 / 20
     assert factors[4:] == sorted(factors[4:], reverse=True)
     assert factors[-1] == pytest.approx(1 / 20)
-
-
-# ---------------------------------------------------------------- ranks and shards
 
 
 def steps_by_both_routes(model, out, modes):

@@ -97,9 +97,6 @@ def weights(request, monkeypatch):
         monkeypatch.setattr(decoder, "has_packed_products", lambda dtype: False)
 
 
-# ---------------------------------------------------------------- exact
-
-
 @on_devices
 @pytest.mark.usefixtures("weights")
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,9 +189,6 @@ def test_a_lent_pool_is_held_by_nobody_and_made_again():
         assert logprob_error(model_of(kind, seed=1), prompt, completion) < 1e-4
 
 
-# ---------------------------------------------------------------- draws
-
-
 def test_a_row_s_successive_draws_are_independent_uniforms():
     u = uniform(np.full(20_000, hash64(7), np.uint64), np.arange(20_000))
     assert 0 <= u.min()
@@ -248,8 +242,6 @@ def test_top_p_of_a_neighbour_drops_no_token_of_a_row_without_it():
     kept = keep_likeliest(probs, torch.tensor([1.0, 0.5]))
     assert torch.equal(kept > 0, torch.tensor([[True] * 4, [True, True, False, False]]))
 
-
-# ---------------------------------------------------------------- what submit takes and refuses
 
 REFUSED = {
     "tokens must be at least one": dict(tokens=[]),

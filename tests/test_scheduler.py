@@ -247,9 +247,6 @@ def test_any_history_gives_exact_answers():
     assert chained >= 3, "no fork was made of a page that is itself still to be copied"
 
 
-# ---------------------------------------------------------------- prompts that begin alike
-
-
 def prefilled(prompts, **options):
     """Tokens prefilled for prompts that are all submitted at once, each answer checked."""
     engine = make(max_tokens=64 * PAGE, **options)
@@ -313,9 +310,6 @@ def test_a_turn_prefills_what_is_new_and_nothing_twice(overlap):
         run_all(engine)
         check_answer(request, context)
         assert engine.stats["prefilled_tokens"] == 3 * (turn + 1) - 1
-
-
-# ---------------------------------------------------------------- who goes first
 
 
 def test_the_oldest_request_is_never_starved():
