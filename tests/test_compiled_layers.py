@@ -68,8 +68,11 @@ def test_all_layers_and_batch_shapes_share_four_graphs(kind, backend, fsdp):
 
 
 @pytest.mark.usefixtures("alone")
-def test_adapters_on_and_off_under_ddp():
-    """Both share the compiler's cache. Off, all is frozen, as in the reference of a dense model."""
+def test_adapters_on_and_off_under_ddp(capsys):
+    """Both share the compiler's cache. Off, all is frozen, as in the reference of a dense model.
+
+    The reference comes first, as in a run, so the compiler is tried while no gradient is asked for.
+    """
 
     def make_policy(compiler):
         adapted = model("llama")
@@ -80,11 +83,12 @@ def test_adapters_on_and_off_under_ddp():
     plain, compiled = make_policy(None), make_policy("eager")
     for samples in (make_samples(3), kin(make_samples(5))):
         batches = with_reference(pack(samples))
-        assert_close(*(step(policy, batches, kl_beta=0.1) for policy in (compiled, plain)))
         references = map(trainer.reference, (plain, compiled))
         torch.testing.assert_close(*(trainer.logprob(r, batches[0], 1.0) for r in references))
+        assert_close(*(step(policy, batches, kl_beta=0.1) for policy in (compiled, plain)))
         graphs = counters["stats"].pop("unique_graphs", 0)
     assert graphs == 0, "the second shape needs no new graph"
+    assert "failed" not in capsys.readouterr().out
 
 
 def no_forward(graph, inputs):
