@@ -38,12 +38,6 @@ def test_help_shows_reasons_and_defaults_by_group():
     assert re.search(r"--questions int +per step \[8\]$", learning, re.MULTILINE)
 
 
-def test_a_recipes_setting_is_no_option():
-    assert given("--step_tokens=9", "--no-packing") == {"step_tokens": 9, "packing": False}
-    with pytest.raises(SystemExit):
-        given("--clip", "1")
-
-
 def test_the_command_line_wins_over_what_was_saved_and_that_over_a_preset():
     chosen = resolve(
         mars.MarsConfig,

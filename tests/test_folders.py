@@ -79,13 +79,10 @@ def test_who_takes_a_run_removes_what_the_killed_left_of_files(tmp_path):
 
 
 def test_a_start_that_was_killed_does_not_block_its_name(tmp_path):
-    for name in ("", ".lock", "method.json", "method.json.7.part"):
-        (tmp_path / "x" / name).parent.mkdir(exist_ok=True)
-        if name:
-            (tmp_path / "x" / name).touch()
+    for name in (".lock", "method.json", "method.json.7.part", "thesis.tex"):
         folders.refuse_run(tmp_path, "x")
         assert folders.make(tmp_path / "x")
-    (tmp_path / "x" / "thesis.tex").touch()
+        (tmp_path / "x" / name).touch()
     assert not folders.make(tmp_path / "x")
     with pytest.raises(UserError, match="choose another --name"):
         folders.refuse_run(tmp_path, "x")
