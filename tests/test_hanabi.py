@@ -15,8 +15,6 @@ from siblings.hanabi import HanabiConfig
 from siblings.hanabi_game import BEST, CARDS, HINTS, LIVES, Card, Game, deck
 from siblings.hanabi_toy import play_script
 
-# ---------------------------------------------------------------------------------------- the rules
-
 
 @given(st.integers(0, 10**9), st.sampled_from([0.0, 0.5, 1.0]))
 def test_no_card_is_lost_or_read_by_its_holder_and_a_game_ends_in_time(seed, skill):
@@ -84,9 +82,6 @@ def test_plays_and_discards_change_stacks_lives_and_hints():
     won = position("red3 blue3 | red1 red1", stacks={"red": 2, "blue": 3})
     won.move(0, "play first")
     assert won.over and won.score == BEST
-
-
-# ------------------------------------------------------------------------------ a run, its credit
 
 
 def test_a_run_trains_both_seats_and_takes_read_outs_in_evaluations_only(tmp_path, monkeypatch):

@@ -69,8 +69,6 @@ def system(*words: str, **options) -> Trajectory:
     return trajectory
 
 
-# ---------------------------------------------------------------------------- rewards
-
 # what is said -> the agents' own rewards, and the system's
 TABLE = {
     ("chess", "chess right"): ([1, 1], 1),

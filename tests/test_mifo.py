@@ -29,9 +29,6 @@ def test_the_teacher_gives_the_right_answer():
         assert action.answer == task.golden_answers[0]
 
 
-# --------------------------------------------------------------------------- what SFT learns from
-
-
 def test_sft_is_the_mean_log_likelihood_of_the_hard_tokens():
     """A random model with the toy's words, as far as a phase of SFT needs a run."""
     torch.manual_seed(0)
@@ -71,9 +68,6 @@ def test_sft_shows_the_questions_that_rollouts_missed(threshold, places):
         for place in rewards
     ]
     assert mifo.missed(played, threshold) == [TASKS[place] for place in places]
-
-
-# ------------------------------------------------------------------------------- what SFT may move
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.37, 1.0])

@@ -92,9 +92,6 @@ def weights(request, monkeypatch):
         monkeypatch.setattr(decoder, "has_packed_products", lambda dtype: False)
 
 
-# ---------------------------------------------------------------- exact
-
-
 @on_devices
 @pytest.mark.usefixtures("weights")
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,9 +179,6 @@ def test_a_lent_pool_is_held_by_nobody_and_made_again():
     out = sampler.generate(prompts, max_new_tokens=6, temperature=0)
     for prompt, completion in zip([*prompts, [*context, 5]], [*out, again.completion], strict=True):
         check(model_of(kind, seed=1), prompt, completion)
-
-
-# ---------------------------------------------------------------- draws
 
 
 def test_a_row_s_successive_draws_are_independent_uniforms():
