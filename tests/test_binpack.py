@@ -32,12 +32,11 @@ def fewest_bins(sizes, capacity, rooms=()):
     if not sizes:
         return len(rooms)
     size, *later = sizes
-    # Bins with equal room are the same choice.
-    choices = {room: place for place, room in enumerate(rooms) if room >= size}
     counts = [fewest_bins(later, capacity, (*rooms, capacity - size))]
-    for room, place in choices.items():
-        left = (*rooms[:place], room - size, *rooms[place + 1 :])
-        counts.append(fewest_bins(later, capacity, left))
+    for place, room in enumerate(rooms):
+        if room >= size:
+            left = (*rooms[:place], room - size, *rooms[place + 1 :])
+            counts.append(fewest_bins(later, capacity, left))
     return min(counts)
 
 

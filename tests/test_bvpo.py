@@ -20,17 +20,13 @@ BETA = 0.7
 CHAT = solo.Language(language.make_tokenizer())
 
 
-def new_policy(seed):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = base_model.new_model(len(language.make_tokenizer()))
-    return trainer.Policy(model, bf16=False)
-
-
 @pytest.fixture(scope="module")
 def policies():
     """Two different models: π and π_ref."""
-    return new_policy(0), new_policy(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        models = [base_model.new_model(len(language.make_tokenizer())) for _ in range(2)]
+    return [trainer.Policy(model, bf16=False) for model in models]
 
 
 PAIRS = [toy.pair("test", 0, i) for i in range(2)]

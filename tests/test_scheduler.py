@@ -112,13 +112,6 @@ def check_state(engine, conversations):
     assert sorted(rows + scheduler.rows.free) == list(range(len(scheduler.rows.length)))
     assert scheduler.waiting == [request for request in requests if request.row is None]
 
-    prompts = [holder.prompt for holder in scheduler.holders]
-    assert prompts == sorted(prompts)
-    with_pages = [c for c in conversations if c.block_table]
-    assert sorted(scheduler.holders, key=id) == sorted(with_pages, key=id)
-    for conversation in with_pages:
-        assert len(conversation.block_table) * PAGE >= conversation.num_cached_tokens
-
 
 def run_all(engine):
     while engine.busy:
