@@ -134,10 +134,14 @@ OFFERED = re.findall(r"^\| (Qwen3.*?) \|.*`(--model Qwen/Qwen3-.*)` \|", DOCS, r
 assert {options.split()[1].removeprefix("Qwen/Qwen3-") for _, options in OFFERED} == set(QWEN3)
 
 
-def plan_of(options: str, gib: int, world: int, monkeypatch, folder) -> tuple[int, str]:
-    """The plan of a command that runs a Qwen3 on cards that show `gib` GiB."""
+def plan_of(options: str, *where) -> tuple[int, str]:
+    """As `plan_with`, for a command's options."""
     given = parse(parser(mars.MarsConfig, ""), options.split())
-    config = resolve(mars.MarsConfig, given, presets=mars.METHOD.presets)
+    return plan_with(resolve(mars.MarsConfig, given, presets=mars.METHOD.presets), *where)
+
+
+def plan_with(config, gib: int, world: int, monkeypatch, folder) -> tuple[int, str]:
+    """The plan of a run of a Qwen3 on cards that show `gib` GiB."""
     name = config.model.removeprefix("Qwen/Qwen3-")
     sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
     shape = dict(zip(sizes, QWEN3[name], strict=True)) | {"tie_word_embeddings": name != "8B"}
