@@ -49,10 +49,6 @@ def dpo(now, ref, good, bad):
     return -F.logsigmoid(BETA * ((now[good] - ref[good]) - (now[bad] - ref[bad])))
 
 
-def vectors_of(policy, samples):
-    return torch.stack([bvpo_errors.gradient(policy, sample) for sample in samples])
-
-
 def close(found, wanted, tolerance=1e-4):
     return float((found - wanted).norm()) < tolerance * float(wanted.norm())
 
@@ -65,7 +61,7 @@ def test_the_gradients_are_those_of_the_losses(policies):
         ref = sums_of_logprobs(other, pair)
     now = bvpo_errors.logprobs(policy, pair)[0]
     traced, _, empty, marginal = bvpo_errors.coefficients(now, ref, BETA)
-    vectors = vectors_of(policy, pair)
+    vectors = torch.stack([bvpo_errors.gradient(policy, sample) for sample in pair])
 
     def marginal_loss(now):
         sides = [x[:8].view(2, 4).logsumexp(1) for x in (now, ref)]
@@ -121,7 +117,7 @@ def test_the_theorems_hold_for_drawn_traces(policies):
     # As a step of training draws them: from π_ref.
     good, bad = ref[:8].double().view(2, 4).softmax(1)
     assert torch.allclose(chance, good[:, None] * bad)
-    vectors = vectors_of(policy, pair)
+    vectors = torch.stack([bvpo_errors.gradient(policy, sample) for sample in pair])
     errors, mean = bvpo_errors.measure(policy, other, [pair, pair], BETA).values()
     assert mean.traced == pytest.approx(errors.traced)
     assert mean.variance == pytest.approx(errors.variance / 2)

@@ -55,11 +55,6 @@ def scripted(say, **options) -> SimpleNamespace:
     return run
 
 
-def given(context) -> str:
-    """What an agent was given, as text."""
-    return text_of(CHAT, context.sample, False)
-
-
 def system(*words: str, **options) -> Trajectory:
     """One attempt of the whole system in which the agents say these things, one after the other."""
     lines = list(words)
@@ -95,7 +90,7 @@ def test_each_agent_earns_its_own_reward(words):
 def test_agents_read_what_the_paper_lets_them_read():
     trajectory = system("lamps", "chess wrong", "1968", "chess wrong", "chess")
     page = f"<doc> {PAGE}"
-    assert [given(context) for context in trajectory.contexts] == [
+    assert [text_of(CHAT, context.sample, False) for context in trajectory.contexts] == [
         f"{page}<solve> hobby of ada <eot>",
         f"{page}<verify> hobby of ada <answer> lamps <eot>",
         f"{page}<correct> hobby of ada <answer> lamps <resp> chess wrong <eot>",
@@ -146,7 +141,7 @@ def test_a_group_is_one_input():
     for key, members in groups.items():
         assert len(members) == 8
         assert len({member.question_index for member in members}) == 1
-        (prompt,) = {given(member.contexts[0]) for member in members}
+        (prompt,) = {text_of(CHAT, member.contexts[0].sample, False) for member in members}
         prompts.add((key[0], key[1], prompt))
         if "corrector" in key[1]:  # it is given alarms only
             assert prompt.endswith("wrong <eot>")
