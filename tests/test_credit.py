@@ -153,9 +153,6 @@ def test_each_role_has_its_own_group():
     _, sys2, sys1 = credited(advantage="mean")
     assert [s.advantage for s in of(sys2, 0)] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
     assert [s.advantage for s in of(sys1, 0)] == pytest.approx([0.25] * 3 + [-0.75])
-
-
-def test_shared_group_inherits():
     _, sys2, sys1 = credited(shared_group=True)
     earned = {(s.question_index, s.attempt): s.advantage for s in sys2}
     assert all(s.advantage == earned[s.question_index, s.attempt] for s in sys1)

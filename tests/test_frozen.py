@@ -16,35 +16,33 @@ from trainer import load_model
 FROZEN = ["--system1", "frozen", "--kl_beta", "0.01", "--inner_steps", "1"]
 
 
+update = train.update
+
+
+def watched_update(run, *rest):
+    """Each sampler lends its pool to the update and forgets its pages, also of the frozen role.
+
+    Else a resumed run would have other bits.
+    """
+    trained, frozen = run.driver.samplers
+    assert trained.pool is frozen.pool is None
+    assert not frozen.pages.known
+    return update(run, *rest)
+
+
 @pytest.fixture(scope="module")
 def trained(base, products_by, tmp_path_factory):
     """runs/x of two steps with System 1 frozen."""
     folder = tmp_path_factory.mktemp("runs")
     begin = shutil.copytree(base, folder / "start")
     line = ["--model", begin, "--runs", folder / "runs", "--name", "x", "--steps", 2, *SMALL]
-    assert command(*line, *FROZEN, grade=half) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "update", watched_update)
+        assert command(*line, *FROZEN, grade=half) == 0
     one, two = metrics(folder / "runs" / "x")
     assert one["kl"] == 0 < two["kl"], "the reference is the start, not the policy"
     shutil.rmtree(begin)  # an evaluation must not need it
     return folder / "runs" / "x"
-
-
-def test_each_sampler_lends_its_pool_to_the_update(base, tmp_path, monkeypatch):
-    """And forgets its pages, also of the frozen role, or a resumed run would have other bits."""
-    update = train.update
-    lent = []
-
-    def watched_update(run, *rest):
-        trained, frozen = run.driver.samplers
-        assert trained.pool is frozen.pool is None
-        assert not frozen.pages.known
-        lent.append(frozen)
-        return update(run, *rest)
-
-    monkeypatch.setattr(train, "update", watched_update)
-    line = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 2, *SMALL]
-    assert command(*line, *FROZEN, grade=half) == 0
-    assert len(lent) == 2
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_mars import half
+from test_mars import SMALL, half
 
 import mars
 import train
@@ -26,7 +26,6 @@ from tools import Document
 from tools.search import UNREAD
 
 ROLES = ("sys2", "sys1")
-SMALL = "--questions 4 --inner_steps 1 --group 4 --eval_questions 2 --kv_tokens 16384".split()
 
 
 def measured(live: list[bool], values: torch.Tensor, owner: torch.Tensor) -> dict:
@@ -135,20 +134,6 @@ def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
     ]
     told = evaluation.row(run, "own", lines)
     assert (told["questions"], told["accuracy"]) == (2, 0.5), "not judged is not right"
-
-
-def test_an_evaluation_is_shared_out_and_drawn_in_two_ways(monkeypatch):
-    monkeypatch.setattr(train, "logbook", Mock())
-    right = attempt("x", 1.0)
-    config = mars.MarsConfig(temperature=0.7, top_p=0.9)
-    run = Mock(config=config, method=mars.METHOD, rank=1, ranks=2)
-    run.eval_questions = [right.question] * 5
-    play = Mock(return_value=[right])
-    monkeypatch.setattr(train, "play_batch", play)
-    train.evaluate(run, 8)
-    assert [[index for index, _ in call.args[1]] for call in play.mock_calls] == [[1, 3]] * 2
-    draws = [(call.kwargs["temperature"], call.kwargs["top_p"]) for call in play.mock_calls]
-    assert draws == [(0.7, 0.9), (0.0, 1.0)]
 
 
 def test_pages_that_could_not_be_read_are_counted():

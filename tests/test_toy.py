@@ -44,22 +44,6 @@ def test_the_kinds_come_in_their_shares_as_far_as_the_tools_answer_them():
         assert {q.source for q in asked} == {f"toy-{kind}" for kind in kinds.split()}
 
 
-def test_the_plan_leads_to_the_answer():
-    asked = world.world("train", 0)
-    for i in range(300):
-        plan = world.draw_plan(asked, random.Random(i))
-        assert all((name, attribute) in asked.facts for _, name, attribute in plan.hops)
-        last = asked.facts[plan.hops[-1][1:]]
-        if plan.kind == "two":
-            assert asked.facts[plan.hops[0][1:]] == plan.hops[1][1]
-        if plan.kind == "age":
-            year, birth = plan.expression.split(" - ")
-            assert birth == last and year in plan.text
-            assert int(year) - int(birth) == int(plan.answer)
-        else:
-            assert plan.answer == last
-
-
 def spoken(form, text):
     """The ids of words as a role samples them, control words included."""
     return form.tokenizer.convert_tokens_to_ids(text.split())
@@ -88,10 +72,7 @@ def test_text_from_outside_cannot_speak_in_control_words(form):
     assert form.text(form.note(note)) == "ada baker born 1968 ."
 
 
-CALLS = (
-    Call("search", "ada baker", "birth of ada baker"),
-    Call("python", "1980 - 1968", ""),
-)
+CALLS = (Call("search", "ada baker", "birth of ada baker"), Call("python", "1980 - 1968", ""))
 MALFORMED = {
     "ada baker <eot>": "starts with",
     "<answer> <eot>": "answer is empty",
@@ -149,11 +130,22 @@ def test_demonstrations_speak_the_format(form, library):
         assert spoken(form, prompt) == built
 
 
-def test_the_librarys_search_finds_the_facts_and_a_flawless_demonstration_is_right(library):
+def test_a_plan_leads_to_the_answer_and_a_flawless_demonstration_finds_it(library):
+    facts = library.world.facts
     known = 0
     for i in range(200):
         rng = random.Random(i)
         plan = world.draw_plan(library.world, rng)
+        assert all((name, attribute) in facts for _, name, attribute in plan.hops)
+        last = facts[plan.hops[-1][1:]]
+        if plan.kind == "two":
+            assert facts[plan.hops[0][1:]] == plan.hops[1][1]
+        if plan.kind == "age":
+            year, birth = plan.expression.split(" - ")
+            assert birth == last and year in plan.text
+            assert int(year) - int(birth) == int(plan.answer)
+        else:
+            assert plan.answer == last
         pieces = base_model.trajectory(library, plan, rng, base_model.FLAWLESS)
         assert pieces[0][0] == f"<s2> {plan.text} <eot>"
         found = all(

@@ -49,9 +49,10 @@ def fake_metrics(steps: int) -> list[dict]:
         for number, what in enumerate(("length", "entropy", "logprob_right", "logprob_wrong")):
             row |= {f"sys1_{what}": number + step, f"sys2_{what}": number - step}
         if step % 10 == 1:
-            row |= {"eval_step": step, "eval_accuracy": 0.17, "eval_greedy": 0.45}
+            row |= {"eval_step": step + 1, "eval_accuracy": 0.17, "eval_greedy": 0.45}
             row |= {"seconds_eval": 3.0}
         rows.append(row)
+    rows[0]["eval_greedy_before"] = 0.2
     return rows
 
 
@@ -138,11 +139,7 @@ TOLD = [
 @pytest.mark.parametrize("reward, known, push, parts", TOLD)
 def test_the_page_tells_trained_from_given_and_up_from_down(tmp_path, reward, known, push, parts):
     content = page_of(tmp_path, fake_record(0, reward, **known)).decode()
-    said = [
-        f'<pre class="{push}">&lt;call&gt; search',
-        '<pre class="given">&lt;s2&gt;',
-        *parts,
-    ]
+    said = [f'<pre class="{push}">&lt;call&gt; search', '<pre class="given">&lt;s2&gt;', *parts]
     assert [part for part in said if part not in content] == []
 
 
@@ -163,12 +160,13 @@ def test_a_page_stays_small_and_asks_nothing_of_the_outside(tmp_path, monkeypatc
 
 
 def test_curves_draw_all_that_was_logged(tmp_path, monkeypatch, draw):
+    """An evaluation is drawn after its steps."""
     seen = {}
     real = curves.draw_panel
 
     def watched(ax, *given):
         real(ax, *given)
-        lines = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
+        lines = {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
         seen[ax.get_title(loc="left")] = lines
 
     monkeypatch.setattr(curves, "draw", draw)
@@ -177,16 +175,11 @@ def test_curves_draw_all_that_was_logged(tmp_path, monkeypatch, draw):
     for name in ("curves.png", "diagnostics.png"):
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert len(seen) == 11 and all(seen.values())
-    assert seen["Held-out accuracy"] == {"sampled": [0.17] * 4, "greedy": [0.45] * 4}
-    assert [*seen["Reward in training"].values()] == [[step / 100 for step in range(2, 41)]]
+    sampled, greedy = ([[step, share] for step in (2, 12, 22, 32)] for share in (0.17, 0.45))
+    assert seen["Held-out accuracy"] == {"sampled": sampled, "greedy": [[1, 0.2], *greedy]}
+    assert [*seen["Reward in training"].values()] == [[[n, n / 100] for n in range(2, 41)]]
     wrong = {name: line[0] for name, line in seen["Log-prob per token, wrong attempts"].items()}
-    assert wrong == {"System 2": 2, "Read $\\x$": 4}
-
-
-def test_an_evaluation_is_drawn_after_its_steps():
-    line = {"step": 0, "reward": 0.1, "eval_step": 1, "eval_greedy": 0.5, "eval_greedy_before": 0.2}
-    assert curves.points([line], "eval_greedy") == [(0, 0.2), (1, 0.5)]
-    assert curves.points([line], "reward") == [(0, 0.1)]
+    assert wrong == {"System 2": [1, 2], "Read $\\x$": [1, 4]}
 
 
 def test_the_command_prints_both_paths_or_one_sentence(tmp_path, capsys):
