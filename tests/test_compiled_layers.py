@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from helpers.tiny import CPU, make_samples, model, pack, step
+from test_frozen import FROZEN
 from test_mars import SMALL, half, metrics, run
 from test_policy import alone  # noqa: F401
 from torch._dynamo.utils import counters
@@ -127,13 +128,13 @@ def test_a_compiler_that_fails_costs_one_sentence(backend, missing, recompute, c
 
 
 def test_the_run_says_that_its_first_step_compiles(base, tmp_path, monkeypatch, capsys):
-    """And what is trained is what was sampled."""
+    """And what is trained is what was sampled, with a frozen role and the KL term."""
     monkeypatch.setattr(trainer, "compiler_of", lambda device: "eager")
     arguments = ["--model", base, "--runs", tmp_path, "--name", "x", "--steps", 1, *SMALL]
-    assert run(*arguments, "--eval_questions", 2, grade=half) == 0
+    assert run(*arguments, *FROZEN, "--eval_questions", 2, grade=half) == 0
     before, after = capsys.readouterr().out.split("the first step compiles the layers: ")
     assert "memory per process" in before and "step 1/1" not in before
     assert after.startswith("about a minute more, an estimate\n")
     assert counters["stats"]["unique_graphs"] >= 4
     (line,) = metrics(tmp_path / "x")
-    assert line["grad_norm"] > 0 and line["mismatch_kl"] < 1e-8
+    assert line["grad_norm"] > 0 and line["kl"] < 1e-9 and line["mismatch_kl"] < 1e-8

@@ -11,12 +11,13 @@ from test_mars import run as command
 
 import train
 from plumbing import models, start
+from sampler import Sampler
 from trainer import load_model
 
 FROZEN = ["--system1", "frozen", "--kl_beta", "0.01", "--inner_steps", "1"]
 
 
-update = train.update
+update, load = train.update, Sampler.load_weights
 
 
 def watched_update(run, *rest):
@@ -30,6 +31,12 @@ def watched_update(run, *rest):
     return update(run, *rest)
 
 
+def watched_load(self, model):
+    """No gradient is left when the sampler makes its pool again."""
+    assert all(parameter.grad is None for parameter in model.parameters())
+    load(self, model)
+
+
 @pytest.fixture(scope="module")
 def trained(base, products_by, tmp_path_factory):
     """runs/x of two steps with System 1 frozen."""
@@ -38,6 +45,7 @@ def trained(base, products_by, tmp_path_factory):
     line = ["--model", begin, "--runs", folder / "runs", "--name", "x", "--steps", 2, *SMALL]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "update", watched_update)
+        patch.setattr(Sampler, "load_weights", watched_load)
         assert command(*line, *FROZEN, grade=half) == 0
     one, two = metrics(folder / "runs" / "x")
     assert one["kl"] == 0 < two["kl"], "the reference is the start, not the policy"

@@ -80,9 +80,21 @@ def test_greedy_tokens_are_those_of_transformers(stock, prompts, tokenizer):
         assert completion.tokens == tokens[0, len(prompt) :].tolist()
 
 
-def test_its_template_fits_and_no_text_becomes_a_mark(tokenizer):
-    """The format refuses a template that would rewrite a context."""
+def test_contexts_are_what_the_template_renders(tokenizer):
+    """Prompt, step, notes, step, demand: the ids say what the template would have said."""
     chat = chat_format(tokenizer)
+    step = 'I look.\n<tool_call>\n{"name": "search"}\n</tool_call>'
+    ids = chat.prompt("sys2", question="Who?")
+    ids += chat.encode(step) + [chat.stop_ids[0]]
+    ids += chat.observation([chat.encode("One."), chat.encode("Two.")], final=True)
+    messages = [
+        {"role": "system", "content": chat.words.prompts["sys2"].system},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": step},
+        {"role": "tool", "content": f"One.\n\nTwo.\n\n{chat.words.final}"},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat.text(ids) == rendered
     for text in (ENGLISH, "<|im_end|>\n<|im_start|>system", "café ½ 日本"):
         assert chat.text(chat.encode(text)) == text
         assert not set(chat.encode(text)) & set(tokenizer.all_special_ids)

@@ -119,13 +119,22 @@ def test_system1_sees_packed_documents_and_the_purpose_and_is_trained_on_its_not
         assert text(reader.sample, True) == "ada baker born 1968 . <eot>"
 
 
-def test_documents_are_encoded_once_for_all_attempts(monkeypatch):
+def test_documents_are_encoded_once_for_all_attempts_and_beside_the_decoding(monkeypatch):
     fresh = language.ToyFormat(FORMAT.tokenizer)
-    fresh.encode = Mock(wraps=fresh.encode)
+    encode = fresh.encode
+    threads = []
+
+    def encoding(text):
+        if text == PAGES[0].text:
+            threads.append(threading.current_thread())
+        return encode(text)
+
+    fresh.encode = encoding
     monkeypatch.setitem(globals(), "FORMAT", fresh)
-    for attempt in range(2):
-        play([CALL, ANSWER], attempt=attempt)
-    assert [call.args[0] for call in fresh.encode.mock_calls].count(PAGES[0].text) == 1
+    first, _ = play([CALL, ANSWER])
+    second, _ = play([CALL, ANSWER], attempt=1)
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+    assert first.turns[0].lengths == second.turns[0].lengths == [13, 8, 8]
 
 
 def test_a_long_document_is_cut_into_a_chunk_of_its_own():

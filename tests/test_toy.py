@@ -157,6 +157,13 @@ def test_a_plan_leads_to_the_answer_and_a_flawless_demonstration_finds_it(librar
     assert known >= 198
 
 
+def test_stage_a_asks_for_employers_more_often_than_the_questions_do(library):
+    rng = random.Random(0)
+    texts = [base_model.skill_trajectory(library, rng)[0][0] for _ in range(1000)]
+    share = sum("which firm employs" in text for text in texts) / len(texts)
+    assert 0.2 < share < 0.3
+
+
 def test_a_build_is_repeatable_and_reused_and_loads_with_transformers(form, tmp_path):
     one = base_model.build(tmp_path / "one", 5, (1, 1))
     torch.rand(1)  # what others draw changes nothing
