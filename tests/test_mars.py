@@ -95,11 +95,13 @@ def copied(trained, tmp_path):
 
 @pytest.fixture
 def refused(capsys):
-    """Checks that a command ends with exit code 2 and a message that holds these words."""
+    """Checks that a command ends with exit code 2 and with a message, which holds these words."""
 
-    def check(words: str, *arguments, **additions) -> None:
+    def check(words: str, *arguments, **additions) -> str:
         assert run(*arguments, **additions) == 2
-        assert words in capsys.readouterr().err
+        message = capsys.readouterr().err
+        assert words in message
+        return message
 
     return check
 
@@ -575,7 +577,8 @@ def test_a_judge_that_is_away_stops_the_run(trained, copied, base, monkeypatch, 
     assert {r["reward"] for r in records} == {None}
     assert {r["turns"][-1]["error"] for r in records} == {"judge failed: no route to the service"}
     options = ["--runs", copied, "--name", "blind", "--eval_questions", 6]
-    refused("of the judgements of set ", "eval", copied / "whole", *options)
+    said = refused("of the judgements of set ", "eval", copied / "whole", *options)
+    assert said.endswith("mend that, then evaluate under another --name\n")
     assert (copied / "blind/table.json").exists()
 
 
@@ -628,6 +631,7 @@ def test_a_service_that_is_away_is_named(base, server, waits, tmp_path, monkeypa
     said = capsys.readouterr().err
     assert "tool calls of the evaluation after 0 steps failed" in said
     assert f"a service's last failure was: {away}: ConnectError" in said
+    assert said.endswith("mend that, then --resume\n")
 
 
 def lose_a_rank() -> None:
