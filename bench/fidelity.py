@@ -90,7 +90,7 @@ def answer_again(run: Run, replay: Replay, draws: int, seed: int) -> np.ndarray:
 
 
 def likelihood_gains(run: Run, policy: trainer.Policy, replay: Replay) -> list[float]:
-    """Of each note: log p(right answer | all notes) less that without the note, in nats."""
+    """How many nats each note adds to log p(right answer | all notes)."""
     gold = replay.trajectory.question.golden_answers[0]
     answer = run.chat.encode_own(f"<answer> {gold}</answer>")
     with_all, *without = (
