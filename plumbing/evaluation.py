@@ -51,9 +51,9 @@ def main(
     method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
 ) -> None:
     """`eval CKPT [options]` or `ask CKPT ["question"] [options]`, for train.main."""
-    batch = any(argument.partition("=")[0] == "--data" for argument in arguments)
-    command = "ask" if arguments[0] == "ask" and not batch else "eval"
-    asking = command == "ask"
+    has_data = any(argument.partition("=")[0] == "--data" for argument in arguments)
+    asking = arguments[0] == "ask" and not has_data
+    command = "ask" if asking else "eval"
     if asking and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("ask runs in one process: start it without torchrun")
     ignored = fields_with(method.config, TRAIN) | (NOT_FOR_ASK if asking else set())

@@ -146,7 +146,7 @@ def place(config: Config) -> Machine:
 
 
 def join(config: Config) -> Machine:
-    """This process's place; it joins the process group when there are several."""
+    """This process's place. If there are several processes, it joins their group."""
     machine = place(config)
     cuda = machine.device.type == "cuda"
     if machine.ranks > 1 and not dist.is_initialized():
@@ -296,13 +296,13 @@ class Questions:
         """
         sizes = Counter(question.source for question in self.loaded)
         counts = Counter()
-        first = {s: random.Random(f"{self.seed} {epoch} {s}").random() for s in sizes}
+        offsets = {s: random.Random(f"{self.seed} {epoch} {s}").random() for s in sizes}
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         shuffled = torch.randperm(len(self.loaded), generator=generator).tolist()
 
         def position(index: int) -> float:
             source = self.loaded[index].source
             counts[source] += 1
-            return (counts[source] - first[source]) / sizes[source]
+            return (counts[source] - offsets[source]) / sizes[source]
 
         return sorted(shuffled, key=position)
