@@ -44,7 +44,7 @@ class Replay(NamedTuple):
 
     trajectory: Trajectory
     prompts: list[list[int]]  # System 2's context before the answer, token ids
-    readers: list[Sample]  # of the notes, in their order
+    readers: list[Sample]  # the samples that wrote the notes, in their order
 
 
 def open_run(checkpoint: str, options: dict, frozen: Path | None = None) -> Run:

@@ -88,7 +88,7 @@ def gradients(loss_function, case, size: int | None = None):
 
 
 # form -> (the function that returns log-probs, the one that returns the loss)
-ACCURACY = {
+LOSS_FORMS = {
     "MARS": (mars_logprob, mars_loss),
     "PyTorch, softmax in fp32": (plain_logprob, loss_of(plain_logprob)),
     "Liger": (liger_logprob, loss_of(liger_logprob)),
@@ -113,7 +113,7 @@ def accuracy(tiny: bool) -> common.Rows:
             row[f"gradient error, {name}"] = ((ours - true).norm() / true.norm()).item()
         return row
 
-    for name, forms in ACCURACY.items():
+    for name, forms in LOSS_FORMS.items():
         yield {"form": name}, partial(errors, *forms)
 
 

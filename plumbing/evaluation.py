@@ -236,8 +236,9 @@ def row(run: Run, name: str, attempts: list[dict]) -> dict:
     low, high = wilson_interval(sums["reward"], n)
     if run.config.group > 1:
         passes = sum(max(own) > 0.5 for own in rewards.values())
+        pass_low, pass_high = wilson_interval(passes, len(rewards))
         pass_at_k = {"attempts": run.config.group, "passed": passes / len(rewards)}
-        pass_at_k |= zip(("passed_low", "passed_high"), wilson_interval(passes, len(rewards)))
+        pass_at_k |= {"passed_low": pass_low, "passed_high": pass_high}
         means = [statistics.fmean(own) for own in rewards.values()]
         low, high = clustered_interval(means, run.config.group)
     return {

@@ -80,8 +80,8 @@ def take_back(run: Run, first: int) -> None:
     append_lines(path, [])  # makes the file if it does not exist
     write_whole(path, as_lines([line for line in read_lines(path) if line["step"] < first]))
     files = folders.rollout_files(run.folder)
-    # A run that ended after `first` steps wrote its final evaluation to the file of step `first`.
-    # It stays if the resumed run has no evaluation there.
+    # The final evaluation of a run that ended after `first` steps is in the file of step `first`.
+    # It stays unless the resumed run evaluates at that step too.
     if first in files and first % run.config.eval_every:
         evaluation = [line for line in read_lines(files[first]) if line["split"] == "eval"]
         write_whole(files.pop(first), as_lines(evaluation))

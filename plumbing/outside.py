@@ -295,14 +295,13 @@ class Questions:
         taught that kind's habits to the other.
         """
         sizes = Counter(question.source for question in self.loaded)
-        counts = Counter()
+        counts = Counter()  # source -> its questions so far
         offsets = {s: random.Random(f"{self.seed} {epoch} {s}").random() for s in sizes}
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         shuffled = torch.randperm(len(self.loaded), generator=generator).tolist()
-
-        def position(index: int) -> float:
+        positions = {}
+        for index in shuffled:
             source = self.loaded[index].source
             counts[source] += 1
-            return (counts[source] - offsets[source]) / sizes[source]
-
-        return sorted(shuffled, key=position)
+            positions[index] = (counts[source] - offsets[source]) / sizes[source]
+        return sorted(shuffled, key=positions.__getitem__)

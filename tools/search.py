@@ -229,6 +229,7 @@ def with_pages(results: list[Document], read: Callable[[str], str]) -> list[Docu
 
     pages = web.in_threads(read_page, results)
     if errors and len(errors) == sum(bool(document.url) for document in results):
+        # Threads fail in any order; the least of their messages is the same in every run.
         message = f"none of the {len(errors)} pages found could be read: {min(map(str, errors))}"
         raise ToolError(one_line(message, web.LONGEST_MESSAGE))
     return pages
