@@ -36,7 +36,7 @@ QWEN3_8B = dict(zip(SIZES, (151_936, 4096, 12_288, 36, 32, 8, 128, False)))
 ATTENTIONS = {"PyTorch": None, "flash-attn 2": "flash_attn", "flash-attn 4": "flash_attn.cute"}
 
 
-def random_model(size: dict, device="cpu", dtype=torch.float32):
+def random_model(size: dict, device, dtype=torch.float32):
     """A random Qwen3 that never stops by itself."""
     torch.manual_seed(0)
     no_specials = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
