@@ -8,8 +8,8 @@
 The run of an arm and a seed is RUNS/ARM-SEED, with a log beside it. The same command resumes runs
 and skips complete ones. So other options need other --runs, and on the almanac other --records.
 
-**On a toy** the arms of a seed have the same world, questions and base model. `replica` changes
-nothing that should matter, but its draws soon differ: so much do two runs of one setting differ.
+**On a toy** the arms of a seed have the same world, questions and base model. `replica` shows how
+much two runs of one setting differ: its change is too small to matter, but other draws follow.
 Results: bench/results/arms_METHOD.json.
 
 **On the almanac** the last and the first weights of each run answer the same held-out questions,
@@ -87,7 +87,8 @@ ARMS = {
         "mars": [],
         "frozen": ["--system1", "frozen"],
         "candid": ["--credit", "candid"],
-        # A page's 12 sections share half of the context: 42 tokens for each, or 341 (all of it).
+        # A page's 12 sections share half of the context: `none` reads 42 tokens of each section,
+        # `one-agent` up to 341, which is all of it.
         "none": ["--system1", "none"],
         "one-agent": ["--system1", "none", "--sys2_context", "8192"],
         "passages": ["--preset", "almanac-passages"],

@@ -1,4 +1,4 @@
-"""What all benches share: time and memory, the machine's rates, rows, tables, files.
+"""What the benches share: time and memory, the machine's rates, rows, tables, files.
 
 A part of a bench yields pairs: a row's first columns, and a function that measures the others. With
 `tiny` it has sizes that take seconds on any CPU. Tests: pytest tests/test_bench.py
@@ -72,7 +72,7 @@ def peak_bytes(function: Callable) -> float:
 def rates() -> dict:
     """The machine's rates: bytes per second of a copy, FLOP/s of a matrix product.
 
-    A copy reads and writes each byte, which counts twice. On a CPU both are small.
+    A copied byte counts twice, because it is read and written. A CPU gets small sizes.
     """
     size, n, rounds = (4 << 30, 8192, 7) if torch.cuda.is_available() else (64 << 20, 1024, 3)
     source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
@@ -90,15 +90,15 @@ Part = Callable[[bool], Rows]
 
 
 def measure(part: Part, tiny: bool = False) -> Iterator[dict]:
-    """The rows of a part. A row that fails has the reason; the rows after it are still measured."""
+    """The rows of a part. If a measurement fails, its row says why, and the next one follows."""
     rates()  # measured once, while the memory is free
-    for name, function in part(tiny):
+    for columns, function in part(tiny):
         gc.collect()  # a policy refers to itself
         torch.cuda.empty_cache()  # the previous row has filled it
         try:
-            row = name | function()
+            row = columns | function()
         except Exception as error:
-            row = name | {"failed": f"{type(error).__name__}: {error}".partition("\n")[0][:100]}
+            row = columns | {"failed": f"{type(error).__name__}: {error}".partition("\n")[0][:100]}
         yield {name: x for name, x in row.items() if x == x}  # NaN: not measured on this machine
 
 
@@ -135,7 +135,7 @@ def provenance() -> dict:
 
 
 def save(name: str, rows: list[dict], folder: Path, **more) -> Path:
-    """Writes FOLDER/NAME.json atomically: the rows with the command that runs, and provenance."""
+    """Writes FOLDER/NAME.json atomically: the rows, the command of this process, provenance."""
     command = " ".join([f"python -m bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     command = re.sub(r" /\S+", " …", command)  # without a machine's paths
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def read_metrics(folder: Path) -> list[dict]:
 
 
 def run(name: str, part: Part, folder: Path = RESULTS) -> None:
-    """Prints a part's rows, which are saved after each one."""
+    """Measures a part's rows, saves them after each one, and prints them at the end."""
     rows = []
     for row in measure(part):
         rows.append(row)

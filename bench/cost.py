@@ -114,7 +114,7 @@ async def play(driver: Driver, rank: Rank, calls: int, name: str) -> None:
     rng = random.Random(name)
 
     async def ask(conversation: Conversation, prompt: int, average: int, limit: int) -> int:
-        """The tokens of an answer, exponentially distributed. No two prompts share a page."""
+        """The number of tokens of an answer, drawn exponentially. No two prompts share a page."""
         tokens = [rng.getrandbits(60)] + [0] * (prompt // SCALE - 1)
         new = max(1, round(min(rng.expovariate(1 / average), limit) / SCALE))
         completion = await driver.sample(rank, conversation, tokens, max_new_tokens=new)
@@ -122,22 +122,23 @@ async def play(driver: Driver, rank: Rank, calls: int, name: str) -> None:
 
     async def read() -> int:
         reader = Conversation()
-        note = await ask(reader, CONFIG.sys1_prompt, NOTE, CONFIG.sys1_response)
+        length = await ask(reader, CONFIG.sys1_prompt, NOTE, CONFIG.sys1_response)
         rank.close(reader)
-        return note
+        return length
 
     system2 = Conversation()
     sampled = await ask(system2, QUESTION, STEP, CONFIG.step_tokens)
     for _ in range(calls):
-        notes = await asyncio.gather(*(read() for _ in range(CHUNKS)))
-        sampled += await ask(system2, sum(notes), STEP, CONFIG.step_tokens)
+        lengths = await asyncio.gather(*(read() for _ in range(CHUNKS)))
+        sampled += await ask(system2, sum(lengths), STEP, CONFIG.step_tokens)
     rank.close(system2)
     rank.samples.append((SCALE * len(system2.tokens), sampled))
-    rank.samples.append((CONFIG.sys1_prompt + notes[0], notes[0]))  # balancing draws one note
+    # Balancing draws one note.
+    rank.samples.append((CONFIG.sys1_prompt + lengths[0], lengths[0]))
 
 
 def play_step(pool: int, unit: int, at_once: int) -> list[Rank]:
-    """The ranks after a step: each plays `at_once` units of `unit` attempts at a time.
+    """The ranks after a step. At any time each plays `at_once` units of `unit` attempts.
 
     A rank that has begun all its own units takes those of others, unless they are whole questions.
     """

@@ -44,7 +44,7 @@ class Replay(NamedTuple):
 
     trajectory: Trajectory
     prompts: list[list[int]]  # System 2's context before the answer, token ids
-    readers: list[Sample]  # of the notes, in their order
+    readers: list[Sample]  # the samples that wrote the notes, in their order
 
 
 def open_run(checkpoint: str, options: dict, frozen: Path | None = None) -> Run:
@@ -90,7 +90,7 @@ def answer_again(run: Run, replay: Replay, draws: int, seed: int) -> np.ndarray:
 
 
 def likelihood_gains(run: Run, policy: trainer.Policy, replay: Replay) -> list[float]:
-    """Of each note: log p(right answer | all notes) less that without the note, in nats."""
+    """How many nats each note adds to log p(right answer | all notes)."""
     gold = replay.trajectory.question.golden_answers[0]
     answer = run.chat.encode_own(f"<answer> {gold}</answer>")
     with_all, *without = (

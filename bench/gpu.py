@@ -91,9 +91,9 @@ def almanac_jobs(out: Path) -> list[Job]:
 
     def swap(rule: str, seeds: tuple) -> Job:
         names = [f"fields-{short}/{rule}-{seed}" for seed in seeds]
-        folders = [*(str(runs / name) for name in names), "--records", str(out / "swap")]
-        answered = [records / f"{name}-sampled.json" for name in names]
-        return ["-m", "bench.swap", *folders, "--name", rule], answered
+        options = ["--records", str(out / "swap"), "--name", rule]
+        needed = [records / f"{name}-sampled.json" for name in names]
+        return ["-m", "bench.swap", *(str(runs / name) for name in names), *options], needed
 
     def fidelity(name: str, needed: Path, *options: str) -> Job:
         run = runs / f"fields-{short}/mars-0"

@@ -37,13 +37,13 @@ def make_case(N, D, V, dtype, device) -> tuple:
     The logits have a standard deviation of 4.5, and the targets are drawn from their softmax.
     """
     generator = torch.Generator(device).manual_seed(0)
-    new = partial(torch.randn, generator=generator, device=device)
-    hidden = new(N, D).to(dtype)
-    weight = new(V, D).mul_(4.5 / D**0.5).to(dtype)
+    randn = partial(torch.randn, generator=generator, device=device)
+    hidden = randn(N, D).to(dtype)
+    weight = randn(V, D).mul_(4.5 / D**0.5).to(dtype)
     logp = (hidden.float() @ weight.float().T).log_softmax(-1)
     target = torch.multinomial(logp.exp(), 1, generator=generator)
-    old = logp.gather(-1, target)[:, 0] + 0.2 * new(N)
-    return hidden, weight, target[:, 0], old, new(N), torch.full((N,), 1 / N, device=device)
+    old = logp.gather(-1, target)[:, 0] + 0.2 * randn(N)
+    return hidden, weight, target[:, 0], old, randn(N), torch.full((N,), 1 / N, device=device)
 
 
 def mars_logprob(*case):
@@ -88,7 +88,7 @@ def gradients(loss_function, case, size: int | None = None):
 
 
 # form -> (the function that returns log-probs, the one that returns the loss)
-ACCURACY = {
+LOSS_FORMS = {
     "MARS": (mars_logprob, mars_loss),
     "PyTorch, softmax in fp32": (plain_logprob, loss_of(plain_logprob)),
     "Liger": (liger_logprob, loss_of(liger_logprob)),
@@ -113,7 +113,7 @@ def accuracy(tiny: bool) -> common.Rows:
             row[f"gradient error, {name}"] = ((ours - true).norm() / true.norm()).item()
         return row
 
-    for name, forms in ACCURACY.items():
+    for name, forms in LOSS_FORMS.items():
         yield {"form": name}, partial(errors, *forms)
 
 
@@ -150,20 +150,20 @@ def attention_case(heads: tuple, rows: int, context: int, calls: int) -> tuple:
     """Returns the bytes that a call reads, and the arguments of calls on different random pages."""
     Hq, Hkv, Dh = heads
     lengths = torch.full((rows,), context)
-    token = 2 * Hkv * Dh * 2
-    sets = min(calls, math.ceil(COLD / (rows * context * token)))
+    size = rows * context * 2 * Hkv * Dh * 2  # bytes of keys and values
+    sets = min(calls, math.ceil(COLD / size))
     pages_a_row = math.ceil(context / PAGE)
     count = sets * rows * pages_a_row
     tables = torch.randperm(count).int().view(sets, rows, pages_a_row)
-    new = partial(torch.randn, device=common.DEVICE, dtype=common.DTYPE)
-    q, k_pages, v_pages = new(rows, Hq, Dh), *new(2, count, PAGE, Hkv, Dh)
+    randn = partial(torch.randn, device=common.DEVICE, dtype=common.DTYPE)
+    q, k_pages, v_pages = randn(rows, Hq, Dh), *randn(2, count, PAGE, Hkv, Dh)
+    max_rows = max_rows_of_range(Hq // Hkv)
     arguments = []
     for table in tables:
-        max_rows = max_rows_of_range(Hq // Hkv)
         kv_ranges = plan_kv_ranges(table.numpy(), lengths.numpy(), PAGE, max_rows)
         planned = (table, lengths.int(), torch.from_numpy(kv_ranges))
         arguments.append((q, k_pages, v_pages, *(x.to(common.DEVICE) for x in planned)))
-    return rows * context * token, arguments
+    return size, arguments
 
 
 def mars_attention(q, k_pages, v_pages, table, lengths, kv_ranges):
@@ -184,7 +184,7 @@ FORMS = {"MARS": mars_attention, "gather + SDPA": gather_all}
 
 
 def capture(function):
-    """Runs `function` once. Returns a CUDA graph of its launches, on a CPU the function itself."""
+    """Runs `function` once and captures its launches. Returns their replay; on a CPU `function`."""
     function()
     if not torch.cuda.is_available():
         return function

@@ -36,7 +36,7 @@ QWEN3_8B = dict(zip(SIZES, (151_936, 4096, 12_288, 36, 32, 8, 128, False)))
 ATTENTIONS = {"PyTorch": None, "flash-attn 2": "flash_attn", "flash-attn 4": "flash_attn.cute"}
 
 
-def random_model(size: dict, device="cpu", dtype=torch.float32):
+def random_model(size: dict, device, dtype=torch.float32):
     """A random Qwen3 that never stops by itself."""
     torch.manual_seed(0)
     no_specials = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
@@ -63,7 +63,7 @@ def token_bytes(size: dict) -> int:
 
 
 def make_sampler(size: dict, tokens: int, rows: int) -> Sampler:
-    """A sampler of a random model. On a GPU both are in bf16: 75 GB for 8B and 64 rows of 4k."""
+    """A sampler of a random model. On a GPU 8B with 64 rows of 4k takes 75 GB."""
     model = random_model(size, common.DEVICE, common.DTYPE)
     return Sampler(model, max_tokens=tokens, max_sequences=rows)
 
@@ -125,8 +125,8 @@ def prefill(tiny: bool) -> common.Rows:
             sampler.generate([next(prompts)], max_new_tokens=1)
 
         with force_attention(attention):
-            seconds = common.timed(read, 3)
-        return common.spread("tokens/s", [context / each for each in seconds])
+            times = common.timed(read, 3)
+        return common.spread("tokens/s", [context / seconds for seconds in times])
 
     for name in ATTENTIONS:
         yield {"attention": name}, partial(run, name)
@@ -138,16 +138,16 @@ def requests(tiny: bool) -> common.Rows:
     rng = random.Random(0)
     vocabulary = min(10_000, size["vocab_size"])
     prompts = [random_tokens(rng, rng.randint(low, high), vocabulary) for _ in range(count)]
-    wanted = [rng.randint(low, high) for _ in range(count)]
+    lengths = [rng.randint(low, high) for _ in range(count)]  # of the answers
 
     def run() -> dict:
-        sampler = make_sampler(size, sum(map(len, prompts)) + sum(wanted) + 128 * count, count)
+        sampler = make_sampler(size, sum(map(len, prompts)) + sum(lengths) + 128 * count, count)
 
         def answer() -> None:
-            sampler.scheduler.release_all()  # no round reads pages that another has left
-            sampler.generate(prompts, max_new_tokens=wanted, temperature=0.6)
+            sampler.scheduler.release_all()  # else a round would reuse the pages of the one before
+            sampler.generate(prompts, max_new_tokens=lengths, temperature=0.6)
 
         times = common.timed(answer, 3)
-        return common.spread("tokens/s", [sum(wanted) / seconds for seconds in times])
+        return common.spread("tokens/s", [sum(lengths) / seconds for seconds in times])
 
     yield {"model": "Qwen3-0.6B", "requests": count}, run

@@ -25,9 +25,10 @@ from rollout import play_batch
 
 
 def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dict:
-    """Which questions a pair has right.
+    """Which of the first `questions` held-out questions a pair has right.
 
-    start: whether System 2 has the run's first weights. system1: System 1's, None: the same.
+    System 2 has the run's first weights if `start`, else its last. system1: the folder of the other
+    weights; None: both systems have the same.
     """
     checkpoint, options = weights_of(run, start)
     options["eval_questions"] = questions
@@ -40,7 +41,7 @@ def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dic
 
 
 def pairs(runs: list[Path]) -> list[tuple[Path, str, str, Path | None]]:
-    """(run, name of System 2, name of System 1, folder of System 1's weights or None: the same)."""
+    """(run, name of System 2, name of System 1, `system1` of `answers`) for each pair."""
     trained = {run.name: (run / "checkpoint").resolve() for run in runs}  # the last weights
     rows = []
     for run in runs:

@@ -6,8 +6,9 @@
 
 One machine imitates others: environment variables limit PyTorch, oneDNN and MKL to older
 instructions, and the rule of kernels/products.py is forced. On an Intel processor "mixed" does what
-an AMD processor with AVX-512 does: MKL stops at AVX2, and oneDNN multiplies. Each run makes its own
-base model. Rounding soon changes the draws. A complete run is not repeated.
+an AMD processor with AVX-512 does: MKL stops at AVX2, and oneDNN multiplies. Other arithmetic
+rounds otherwise, which soon changes the draws. Each run makes its own base model. A complete run is
+not repeated.
 
 Results: bench/results/toy.json. Tests: pytest tests/test_bench.py
 """
@@ -50,11 +51,11 @@ def train(arithmetic: str, seed: int, runs: Path, more: list[str]) -> None:
     variables, onednn = ARITHMETICS[arithmetic]
     cache = runs / "cache" / run.name
     options = ["--name", run.name, "--runs", str(runs), "--cache", str(cache), "--seed", str(seed)]
-    line = [sys.executable, "-c", PROGRAM.format(onednn=onednn), *options, *more]
+    command = [sys.executable, "-c", PROGRAM.format(onednn=onednn), *options, *more]
     runs.mkdir(parents=True, exist_ok=True)
     with open(f"{run}.log", "w") as log:
         environment = os.environ | variables
-        if subprocess.run(line, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode:
+        if subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log).returncode:
             sys.exit(f"it failed: see {log.name}; remove {run} before the next try")
 
 

@@ -10,8 +10,8 @@ order or sorted by length. All have the same weights and samples, and a form who
 failed. A CPU's model is a small Qwen3 in fp32. A GPU's has the size of Qwen3-0.6B, in bf16, and
 AdamW's step is included.
 
-There are as many samples of System 2 as of System 1, with log-normal LENGTHS (on a CPU 1/16, on a
-GPU half of these). The paper states only limits, so medians and spreads are our assumption.
+There are as many samples of System 2 as of System 1. Their log-normal LENGTHS are scaled by 1/16 on
+a CPU, by 1/2 on a GPU. The paper states only limits: medians and spreads are our assumption.
 
 Results: bench/results/gpu_training_step.json. Tests: pytest tests/test_bench.py
 """
@@ -49,11 +49,11 @@ def draw_samples(count: int, scale: float, vocabulary: int) -> list[Sample]:
     samples = []
     for role, median, sigma, steps, share in LENGTHS:
         for i in range(count):
-            length = min(rng.lognormvariate(math.log(median), sigma), LONGEST) * scale / steps
+            length = min(rng.lognormvariate(math.log(median), sigma), LONGEST) * scale
             advantage = rng.choice((-1.0, 1.0))
             sample = Sample(role, question_index=0, attempt=i, advantage=advantage, loss_weight=1)
-            sampled = max(1, int(length * share))
-            prompt = max(2, int(length) - sampled)
+            sampled = max(1, int(length / steps * share))
+            prompt = max(2, int(length / steps) - sampled)
             for _ in range(steps):
                 sample.append_given(random_tokens(rng, prompt, vocabulary))
                 tokens = random_tokens(rng, sampled, vocabulary)
@@ -106,9 +106,10 @@ FORMS = {
 # What is open, with predictions for an H200. Kernels took 0.94 s of its step with kept activations
 # (0.99 s) and 1.20 s of the step that recomputes them (1.48 s). Attention took 0.38 and 0.47 s of
 # these: 0.09 s a forward pass, 0.29 s the backward pass. In a prefill flash-attn 4 needed 0.53 of
-# its time; we assume 0.6 backward, and 0.01 s a pass for repeated keys. The host needs 1.2 ms for
-# each of 140 layers, forward, again, and backward. With reentrant checkpointing the GPU should be
-# idle as in the kept step. If the host works all the time, flash-attn 4 gains nothing.
+# PyTorch's time; we assume 0.6 backward, and 0.01 s a pass for repeated keys. The host needs 1.2 ms
+# for each of 140 layers in each pass: forward, recomputed, backward. With reentrant checkpointing
+# the GPU should be as rarely idle as in the kept step. If the host works all the time, flash-attn 4
+# gains nothing.
 PYTORCH = {"packed": True, "attention": "PyTorch"}
 FLASH_4 = {"packed": True, "attention": "flash-attn 4"}
 OPEN = {
@@ -127,7 +128,7 @@ def reentrant(forward: Callable, *inputs, **options):
 
 
 def idleness(step: Callable) -> dict:
-    """Columns: the seconds of a profiled step, those of an idle GPU, those of a working host.
+    """Columns: the seconds of a profiled step, and how many of them the GPU idles, the host works.
 
     A call of CUDA that takes more than 30 µs waits for the GPU or for room in its queue.
     """
@@ -137,10 +138,10 @@ def idleness(step: Callable) -> dict:
         step()
         seconds = common.clock() - start
     events = profile.events()
-    card = sum(event.self_device_time_total for event in events) / 1e6
-    calls = (event.self_cpu_time_total for event in events)  # with a GPU no other CPU events
+    busy = sum(event.self_device_time_total for event in events) / 1e6
+    calls = (event.self_cpu_time_total for event in events)  # on a GPU only calls of CUDA
     waits = sum(call for call in calls if call > 30) / 1e6
-    return {"profiled, s": seconds, "idle, s": seconds - card, "host, s": seconds - waits}
+    return {"profiled, s": seconds, "idle, s": seconds - busy, "host, s": seconds - waits}
 
 
 def setting(tiny: bool) -> tuple[dict, list[Sample], int]:
@@ -213,6 +214,7 @@ def steps(tiny: bool, forms: dict = FORMS) -> common.Rows:
             return row | (idleness(step) if prediction else {})
 
     for name, form in forms.items():
+        # Without a GPU a policy neither recomputes nor compiles: these forms would equal "packed".
         if cuda or tiny or not form.keys() & {"recompute", "compiled"}:
             row = {"form": name, "prediction": form.get("prediction", math.nan)}
             yield row, partial(measurement, **form)

@@ -51,9 +51,9 @@ def main(
     method: Method, arguments: list[str], complete: Callable[[str, dict], dict], **additions
 ) -> None:
     """`eval CKPT [options]` or `ask CKPT ["question"] [options]`, for train.main."""
-    batch = any(argument.partition("=")[0] == "--data" for argument in arguments)
-    command = "ask" if arguments[0] == "ask" and not batch else "eval"
-    asking = command == "ask"
+    has_data = any(argument.partition("=")[0] == "--data" for argument in arguments)
+    asking = arguments[0] == "ask" and not has_data
+    command = "ask" if asking else "eval"
     if asking and os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("ask runs in one process: start it without torchrun")
     ignored = fields_with(method.config, TRAIN) | (NOT_FOR_ASK if asking else set())
@@ -236,8 +236,9 @@ def row(run: Run, name: str, attempts: list[dict]) -> dict:
     low, high = wilson_interval(sums["reward"], n)
     if run.config.group > 1:
         passes = sum(max(own) > 0.5 for own in rewards.values())
+        pass_low, pass_high = wilson_interval(passes, len(rewards))
         pass_at_k = {"attempts": run.config.group, "passed": passes / len(rewards)}
-        pass_at_k |= zip(("passed_low", "passed_high"), wilson_interval(passes, len(rewards)))
+        pass_at_k |= {"passed_low": pass_low, "passed_high": pass_high}
         means = [statistics.fmean(own) for own in rewards.values()]
         low, high = clustered_interval(means, run.config.group)
     return {

@@ -1,4 +1,4 @@
-"""Files that exist completely or not at all, and the lock on a run's folder.
+"""Reads and writes the files of a run, most of them atomically, and locks its folder.
 
 Tests: pytest tests/test_folders.py
 """
@@ -89,7 +89,7 @@ def rollout_files(run: Path) -> dict[int, Path]:
 
 
 def resumable(folder: Path, evaluation: bool = False) -> bool:
-    """Whether a run, or an evaluation, has begun there: only an evaluation has a table."""
+    """Whether a run has begun there, or with `evaluation` an evaluation, which has a table."""
     table = os.path.exists(folder / "table.json")
     return os.path.exists(folder / "config.json") and table == evaluation
 

@@ -25,10 +25,10 @@ import transformers
 from tqdm import tqdm
 
 import trainer
-from atomic import reason
+from atomic import on_disk, reason
 from config import UserError
 from plumbing import folders, pages
-from plumbing.folders import append_lines, as_lines, on_disk, read_lines, write_json, write_whole
+from plumbing.folders import append_lines, as_lines, read_lines, write_json, write_whole
 from plumbing.metrics import with_interval
 from plumbing.start import Run
 from processes import on_first_rank
@@ -80,8 +80,8 @@ def take_back(run: Run, first: int) -> None:
     append_lines(path, [])  # makes the file if it does not exist
     write_whole(path, as_lines([line for line in read_lines(path) if line["step"] < first]))
     files = folders.rollout_files(run.folder)
-    # A run that ended after `first` steps wrote its final evaluation to the file of step `first`.
-    # It stays if the resumed run has no evaluation there.
+    # The final evaluation of a run that ended after `first` steps is in the file of step `first`.
+    # It stays unless the resumed run evaluates at that step too.
     if first in files and first % run.config.eval_every:
         evaluation = [line for line in read_lines(files[first]) if line["split"] == "eval"]
         write_whole(files.pop(first), as_lines(evaluation))
@@ -130,7 +130,7 @@ def remove_states(run: Run) -> None:
 def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
     """The line of one trajectory in rollouts/step_N.jsonl; `split` is "train" or "eval"."""
     sample = trajectory.contexts[0].sample
-    cut = enumerate(pieces(sample))
+    segments = enumerate(pieces(sample))  # the first one was given
     return {
         "step": step,
         "split": split,
@@ -144,7 +144,7 @@ def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
         "advantage": sample.advantage,
         "trained": bool(sample.loss_weight),
         "role": sample.role,
-        "segments": [{"text": chat.text(ids), "trained": bool(n % 2)} for n, ids in cut],
+        "segments": [{"text": chat.text(ids), "trained": bool(n % 2)} for n, ids in segments],
         "ids": pack_ids(sample),
         "turns": [turn_record(turn, chat) for turn in trajectory.turns],
     }
@@ -152,8 +152,8 @@ def record(trajectory: Trajectory, chat: Format, step: int, split: str) -> dict:
 
 def pieces(sample: Sample) -> list[list[int]]:
     """A sample's token ids in pieces, given and sampled ones in turn."""
-    cut = itertools.groupby(zip(sample.mask, sample.tokens), key=lambda pair: pair[0])
-    return [[token for _, token in pairs] for _, pairs in cut]
+    groups = itertools.groupby(zip(sample.mask, sample.tokens), key=lambda pair: pair[0])
+    return [[token for _, token in pairs] for _, pairs in groups]
 
 
 def pack_ids(sample: Sample) -> list[str]:
@@ -184,7 +184,8 @@ def turn_record(turn: Turn, chat: Format) -> dict:
 def reader_record(reader: Context, chat: Format) -> dict:
     """A context that a turn opened: what it was given and wrote, and its turns if any."""
     sample = reader.sample
-    given = [*sample.mask, True].index(True)  # its length; if a server was lost, nothing follows
+    # The number of tokens before the first sampled one; all if the server was lost before it.
+    given = [*sample.mask, True].index(True)
     turns = {"turns": [turn_record(turn, chat) for turn in reader.turns]} if reader.turns else {}
     return {
         "role": reader.role,
@@ -292,9 +293,9 @@ def summary(run: Run) -> None:
     if run.rank:
         return
     lines = read_lines(run.folder / "metrics.jsonl")
-    if "eval_step" not in (lines or [{}])[-1]:  # it holds the final evaluation
+    if not lines or "eval_step" not in lines[-1]:  # the last line has the final evaluation
         raise UserError(f"{run.folder / 'metrics.jsonl'} is damaged: its last line is missing")
-    _, steps = ends(lines, "eval_step")
+    steps = lines[-1]["eval_step"]
     for name, draw in draws(run).items():
         before, after = ends(lines, f"eval_{name}")
         print(f"held-out accuracy, {draw}: {before:.3f} before, {after:.3f} after {steps} steps")
@@ -366,6 +367,6 @@ def report_card(run: Run, lines: list[dict]) -> str:
 
 def commit() -> str:
     """The commit of these files, with "-dirty" behind it if they have been changed since."""
-    line = "git describe --always --dirty --exclude='*'"  # by a shell, in case there is no git
+    command = "git describe --always --dirty --exclude='*'"  # by a shell, in case there is no git
     options = {"cwd": Path(__file__).parent, "shell": True, "capture_output": True, "text": True}
-    return subprocess.run(line, **options).stdout.strip() or "unknown"
+    return subprocess.run(command, **options).stdout.strip() or "unknown"

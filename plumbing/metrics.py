@@ -21,7 +21,7 @@ from trainer import MicroBatch
 
 
 def ratio(part: float, whole: float) -> float:
-    """part / whole, and 0 of nothing."""
+    """part / whole, or 0 if the whole is 0."""
     return part / whole if whole else 0.0
 
 
@@ -151,8 +151,8 @@ def update_metrics(
     """The part of a step's line in metrics.jsonl that comes from the update.
 
     `scored`: this rank's micro-batches with the loss's stats, and the samples that they point into.
-    A role's entropy is a mean over its live tokens, of the distributions that they were drawn from;
-    None without such tokens.
+    A role's entropy is the mean, over its live tokens, of the entropy of the distribution that each
+    was drawn from; None without such tokens.
     """
     sums = Counter()
     for batch, numbers, samples in scored:

@@ -146,7 +146,7 @@ def place(config: Config) -> Machine:
 
 
 def join(config: Config) -> Machine:
-    """This process's place; it joins the process group when there are several."""
+    """This process's place. If there are several processes, it joins their group."""
     machine = place(config)
     cuda = machine.device.type == "cuda"
     if machine.ranks > 1 and not dist.is_initialized():
@@ -295,14 +295,13 @@ class Questions:
         taught that kind's habits to the other.
         """
         sizes = Counter(question.source for question in self.loaded)
-        counts = Counter()
-        first = {s: random.Random(f"{self.seed} {epoch} {s}").random() for s in sizes}
+        counts = Counter()  # source -> its questions so far
+        offsets = {s: random.Random(f"{self.seed} {epoch} {s}").random() for s in sizes}
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         shuffled = torch.randperm(len(self.loaded), generator=generator).tolist()
-
-        def position(index: int) -> float:
+        positions = {}
+        for index in shuffled:
             source = self.loaded[index].source
             counts[source] += 1
-            return (counts[source] - first[source]) / sizes[source]
-
-        return sorted(shuffled, key=position)
+            positions[index] = (counts[source] - offsets[source]) / sizes[source]
+        return sorted(shuffled, key=positions.__getitem__)

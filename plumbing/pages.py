@@ -41,7 +41,7 @@ def write(path: Path, title: str, groups: list[list[dict]], roles: dict[str, str
     parts = []
     size = 0
     for records in groups:
-        part = TEMPLATE.group(records, roles, not parts)
+        part = TEMPLATE.group(records, roles, opened=not parts)
         if not parts or size + len(part.encode()) < MAX_BYTES:
             parts.append(part)
             size += len(part.encode())
@@ -61,7 +61,7 @@ def choose(run: Path, steps: list[int] | None, questions: int) -> list[list[dict
     known = list(files)
     steps = steps or [known[i] for i in (0, len(known) // 2, -1) if known]
 
-    def rank(records: list[dict]) -> tuple:
+    def order(records: list[dict]) -> tuple:
         rewards = {record["reward"] for record in records} - {None}
         return records[0]["split"] != "train", len(rewards) < 2
 
@@ -72,7 +72,7 @@ def choose(run: Path, steps: list[int] | None, questions: int) -> list[list[dict
         groups: dict[tuple, list[dict]] = {}
         for record in read_lines(files[step]):
             groups.setdefault((record["split"], record["question_id"]), []).append(record)
-        choices += sorted(groups.values(), key=rank)[:questions]
+        choices += sorted(groups.values(), key=order)[:questions]
     if not choices:
         raise UserError(f"{run}/rollouts holds no trajectory: name a run that has trained a step")
     return choices

@@ -75,8 +75,8 @@ def build(
 ) -> Run:
     """A Run; with `training` also its folder, policy, optimizer and reference (for a KL term).
 
-    The folder is made last. Without --name it gets the model's name. `frozen`: the model that plays
-    frozen roles in an evaluation. `language`: makes a toy's format from its tokenizer and the
+    The folder is made last; without --name it is named after the model. `frozen`: the model that
+    plays frozen roles in an evaluation. `language`: makes a toy's format from its tokenizer and the
     tools' names. `additions` are those of `environment`.
     """
     machine = join(config)
@@ -164,8 +164,8 @@ def first_questions(config: Config, question: Callable[[int], Question] | None) 
 def load_models(config: Config, machine: Machine, origin, first, training: bool) -> tuple:
     """The model from `origin`, and the model from `first`, with which the run began.
 
-    Only frozen roles and the KL term need the second model. Without them, or with adapters, the
-    first model is returned twice: with its adapters off, it is the model that the run began with.
+    Only frozen roles and the KL term need the second model. Without them, or with adapters, one
+    model is returned twice: with its adapters off, it is the model that the run began with.
     """
     # The sampler copies from the CPU, and FSDP takes layer by layer to the device. Trained weights
     # are fp32. All others, such as those beside adapters, have the dtype of the arithmetic.

@@ -2,7 +2,7 @@
 
     python -m recipes.own_task --steps 20
 
-The answers here are rarely true in the toy's world, so the reward stays low: write your own.
+These answers are made up: the toy's world rarely agrees, so the reward stays low. Write your own.
 """
 
 import dataclasses

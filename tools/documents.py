@@ -66,7 +66,7 @@ def from_contents(id: str, title: str | None, url: str | None, contents: str) ->
 def read_documents(path: Path) -> list[Document]:
     """Every document under `path`. Standard error lists the skipped files by reason.
 
-    Raises UserError if the path is missing, malformed (it names file and line) or has no document.
+    UserError if the path is missing, has no document, or a line of a JSONL file is malformed.
     """
     faults: dict[str, list[str]] = {}  # reason -> names
     name = one_line(str(path), 200)
@@ -161,7 +161,7 @@ def passages(
     """Splits a document into passages of `words` words (0: no limit); a short one is not split."""
     text = document.text
     spans = _windows(text, words, overlap)
-    if len(spans) < 2:
+    if not spans:
         return [document]
     unit, mark = ("page", "\f") if "\f" in text else ("line", "\n")
     ends = [match.start() for match in re.finditer(mark, text)]

@@ -1,4 +1,4 @@
-"""Reads the text of a file. All but plain text is untrusted, so a child process parses it.
+"""Reads the text of a file. All but plain text is parsed by a child process.
 
 A file of a few kilobytes can keep a parser busy for hours or fill the memory. So this file runs as
 a child that limits its own processor time, memory and output. It imports nothing of the project.
@@ -45,7 +45,7 @@ class NotText(ValueError):
 
 
 def missing(kind: str) -> str | None:
-    """None if this machine can read the kind ("text", or of LIBRARIES), else what to install."""
+    """What to install to read the kind ("text" or a key of LIBRARIES); None: it can be read."""
     for library in LIBRARIES.get(kind, ()):
         if not importlib.util.find_spec(library):
             return f"{kind.upper()} is read by {library}, which is not installed: {HOW_TO_INSTALL}"
@@ -56,8 +56,7 @@ def read(raw: bytes, kind: str) -> str:
     """The text of `raw`. kind: "text", or a key of LIBRARIES. Raises NotText if there is none."""
     if kind == "text":
         return decode(raw)
-    problem = missing(kind)
-    if problem:
+    if problem := missing(kind):
         raise NotText(problem)
     seconds = SECONDS[kind]
     command = [sys.executable, "-P", __file__, kind, str(seconds)]
@@ -201,9 +200,9 @@ def _marks(element, pieces: list[str]) -> tuple[str, str]:
     text = "".join(itertools.islice(element.itertext(), 20)).strip()
     before = next(filter(None, reversed(pieces)), "")[-1:]
     after = (element.tail or "")[:1]
-    footnote = not text or text[0] in "[*†‡" or text.lower() in ORDINALS
+    note_or_ordinal = not text or text[0] in "[*†‡" or text.lower() in ORDINALS
     formula = tag == "sub" and text.isdigit() and not before.isdigit()  # H2O needs no mark
-    if footnote or (formula and not after.isdigit()):
+    if note_or_ordinal or (formula and not after.isdigit()):
         return "", ""
     sign = "^" if tag == "sup" else "_"
     if ONE_TERM.fullmatch(text) and not after.isalnum():
@@ -242,7 +241,7 @@ def office_to_text(raw: bytes, kind: str) -> str:
 
 def main(kind: str, seconds: int) -> None:
     limits = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CORE: 0}
-    limits[resource.RLIMIT_FSIZE] = 4 * MOST_CHARACTERS + 100
+    limits[resource.RLIMIT_FSIZE] = 4 * MOST_CHARACTERS + 100  # bytes in UTF-8, with CUT
     for limit, most in limits.items():
         with contextlib.suppress(ValueError, OSError):  # a lower limit is set, or macOS has none
             # SIGKILL follows a second after the soft limit of processor time.

@@ -35,7 +35,7 @@ URLS = {
     "MARS_RETRIEVER_URL": "http://127.0.0.1:8000",
 }
 local = bm25.in_memory  # local(documents, k): a search over documents in memory
-LONGEST_PAGE = 400_000  # characters, four times the paper's System 1 prompt
+LONGEST_PAGE = 400_000  # characters, which fill about four System 1 prompts of the paper
 UNREAD = "[This page could not be read; what follows is the search engine's snippet.]"
 
 
@@ -72,20 +72,21 @@ def make(
     if backend == "serper":
         url = f"{base_url('MARS_SERPER_URL')}/{'scholar' if scholar else 'search'}"
         headers = {"X-API-KEY": key_of("SERPER_API_KEY")}
+        read = serper_documents
     elif scholar:
         raise UserError("the retriever has no scholar search: give --tools search,python")
     else:
         url = f"{base_url('MARS_RETRIEVER_URL').removesuffix('/retrieve')}/retrieve"
         headers = {}
+        read = retriever_documents
     read_page = jina_reader(client, block) if pages == "jina" else None
 
     def search(query: str) -> list[Document]:
         if not query.strip():
             return []
-        body, read = {"q": query, "num": k}, serper_documents
+        body = {"q": query, "num": k}
         if backend == "retriever":
             body = {"queries": [query], "topk": k, "return_scores": True}
-            read = retriever_documents
         results = client.call(url, read, body=body, headers=headers)[:k]
         results = drop_blocked(results, block) if block else results
         return with_pages(results, read_page) if read_page else results
@@ -228,27 +229,28 @@ def with_pages(results: list[Document], read: Callable[[str], str]) -> list[Docu
 
     pages = web.in_threads(read_page, results)
     if errors and len(errors) == sum(bool(document.url) for document in results):
+        # Threads fail in any order; the least of their messages is the same in every run.
         message = f"none of the {len(errors)} pages found could be read: {min(map(str, errors))}"
         raise ToolError(one_line(message, web.LONGEST_MESSAGE))
     return pages
 
 
 def jina_reader(client: web.Client, block: tuple[str, ...]) -> Callable[[str], str]:
-    """read(url) -> the page's text. It raises a ToolError that quotes nothing of the page."""
+    """read(url) -> the page's text. No ToolError of it quotes the page."""
     base = base_url("MARS_JINA_URL")
     headers = {"Accept": "application/json"}
     if os.environ.get("JINA_API_KEY", "").strip():
         headers["Authorization"] = f"Bearer {key_of('JINA_API_KEY')}"
     # Many pages are dead, so a page is tried twice at most. Jina needs eight seconds on average.
     client = replace(client, tries=min(client.tries, 2), timeout=max(client.timeout, 60.0))
-    page = functools.partial(jina_page, block=block)
+    parse = functools.partial(jina_page, block=block)
 
     def read(url: str) -> str:
         if not url.startswith(("http://", "https://")) or is_blocked(url, block):
             raise ToolError("only http and https pages of hosts that are not blocked are read")
         # This quotes spaces and characters outside ASCII, and nothing else.
         quoted = urllib.parse.quote(url, safe=string.punctuation)
-        return client.call(f"{base}/{quoted}", page, headers=headers, quote=False)
+        return client.call(f"{base}/{quoted}", parse, headers=headers, quote=False)
 
     return read
 

@@ -184,11 +184,11 @@ class Client:
     def _request(
         self, url: str, read: Callable, body: dict | None, headers: dict, quote: bool
     ) -> tuple[bytes, Any]:
-        """Tries until an answer comes, a failure is final, or no try is left."""
+        """Tries until an answer comes, a failure is final, or tries or PATIENCE are used up."""
         method = "GET" if body is None else "POST"
         content = None if body is None else json.dumps(body).encode()
         site = one_line("/".join(url.split("/")[:3]), 80)
-        failures = 0  # without those by 429
+        failures = 0  # all but those with status 429
         pauses = 0.0  # seconds
         for number in itertools.count(1):
             wait = min(FIRST_WAIT * 2 ** (number - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
@@ -275,7 +275,7 @@ def check_hub(repository: str, file: str, kind: str) -> None:
 def check_base_url(name: str, url: str) -> str:
     """A service's base URL without the last slashes. UserError if it is malformed.
 
-    A password in it is refused, because every error message would show it. So the error hides it.
+    A password in it is refused, because error messages show the URL. This one does not.
     """
     url = url.strip().rstrip("/")
     if not re.fullmatch(r"https?://[^@/?#\s\\]+(/[^@?#\s\\]*)?", url):
