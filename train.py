@@ -418,6 +418,7 @@ def main(
         sys.stdout.reconfigure(errors="backslashreplace")
     code = 0
     training = arguments[:1] not in (["eval"], ["ask"])
+    resumes = training or arguments[0] == "eval"
     try:
         if not training:
             evaluation.main(method, arguments, complete, **additions)
@@ -452,9 +453,9 @@ def main(
             raise
         discard_output()
         message = f"what is printed cannot be written ({error.strerror})"
-        code = fail(f"{message}; {GO_ON}" if training else message)
+        code = fail(f"{message}; {GO_ON}" if resumes else message)
     except KeyboardInterrupt:
-        fail(f"interrupted; {GO_ON}" if training else "interrupted")
+        fail(f"interrupted; {GO_ON}" if resumes else "interrupted")
         code = 130
     processes.leave(code)
     return code

@@ -136,10 +136,9 @@ def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
         config.name = config.name or base
     begun = resume and folders.resumable(Path(config.runs) / config.name, evaluation=True)
     if not begun:
-        folders.refuse_run(Path(config.runs), config.name)
+        folders.refuse_run(Path(config.runs), config.name, evaluation=True)
     run = build(method, config, training=False, **additions)
-    weights = [(path.name, path.stat().st_mtime_ns) for path in Path(config.model).glob("*")]
-    run.fingerprint = hashlib.sha256(f"{run.fingerprint} {sorted(weights)}".encode()).hexdigest()
+    run.fingerprint = fingerprint(run, additions.get("frozen"))
     run.lock = on_first_rank(
         lambda: reclaim(config, method.name) if begun else new_folder(config, base)
     )
@@ -167,6 +166,17 @@ def evaluate(method: Method, config: Config, resume: bool, **additions) -> None:
     for problem in sum_over_ranks(problems):  # of any rank; all have written by now
         raise UserError(f"{problem} (--name {config.name})")
     on_first_rank(lambda: report(run))
+
+
+def fingerprint(run: Run, frozen: Path | None) -> str:
+    """A hash of what an evaluation that goes on must find unchanged.
+
+    It is of the questions, and of the names and times of the files behind weights and documents.
+    """
+    paths = [run.config.model, run.config.docs, run.config.eval_docs, frozen]
+    files = [f for path in paths if path for f in (Path(path), *Path(path).rglob("*"))]
+    times = sorted((f.name, f.stat().st_mtime_ns) for f in files if f.is_file())
+    return hashlib.sha256(f"{run.fingerprint} {times}".encode()).hexdigest()
 
 
 def open_files(run: Run, begun: bool) -> set[int]:
@@ -209,16 +219,16 @@ def report(run: Run) -> None:
     rows = [row(run, name, attempts) for name, attempts in sorted(sets.items())]
     if len(sets) > 1:
         rows.append(row(run, "all", sum(sets.values(), [])))
-    folders.write_json(run.folder / "table.json", rows)
-    if rows:
-        print(table(rows), flush=True)
-    print(f"{'table':<14}{run.folder / 'table.json'}")
+    files = {"table": folders.write_json(run.folder / "table.json", rows)}
+    lines = [table(rows)] if rows else []
     if unknown:
         unknown.sort(key=lambda attempt: attempt["index"])
-        lines = folders.as_lines([{key: attempt[key] for key in columns} for attempt in unknown])
-        print(f"{'answers':<14}{folders.write_whole(run.folder / 'answers.jsonl', lines)}")
+        answers = folders.as_lines([{key: attempt[key] for key in columns} for attempt in unknown])
+        files["answers"] = folders.write_whole(run.folder / "answers.jsonl", answers)
         rows.append(row(run, "without answers", unknown))
-    print(f"{'trajectories':<14}{pages.of_run(run.folder, questions=12)}")
+    files["trajectories"] = pages.of_run(run.folder, questions=12)
+    lines += [f"{name:<14}{path}" for name, path in files.items()]
+    print("\n".join(lines), flush=True)  # last, since printing fails if nobody reads
     for line in rows:
         cure = "evaluate under another --name"  # --resume would keep the failed attempts
         logbook.check_failure_rate(line, f"set {line['set']}", cure)
@@ -289,26 +299,33 @@ def ask(method: Method, config: Config, text: str | None, **additions) -> None:
     run.grade = lambda question, answer: 0.0  # nobody knows the right answer here
     if text is not None:
         return answer(run, text)
+    if sys.stdin is None:
+        raise UserError("standard input is closed: give a question, or lines of questions")
     sys.stdin.reconfigure(errors="surrogateescape")  # `answer` refuses a line that is not UTF-8.
     prompt = "> " if sys.stdin.isatty() else ""
+    unanswered = 0
     stopped = False
     while True:
         try:
-            line = input(prompt)
+            line = input(prompt).removeprefix("\ufeff")  # a byte order mark
             if line.strip():
                 if not prompt:
                     say(run, "question", line)
                 answer(run, line)
                 stopped = False
         except EOFError:
+            if unanswered and not prompt:
+                raise UserError(f"{unanswered} lines have no answer: see above") from None
             return
         except UserError as error:  # The next line may be a valid question.
             fail(error)
+            unanswered += 1
         except KeyboardInterrupt as error:
             # The first Ctrl-C cancels the episode. A second one may damage the sampler's state.
             if stopped or not isinstance(error.__context__, asyncio.CancelledError):
                 raise
             stopped = True
+            unanswered += 1
             print("stopped; Ctrl-C once more ends", flush=True)
 
 

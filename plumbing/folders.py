@@ -6,6 +6,7 @@ Tests: pytest tests/test_folders.py
 import fcntl
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from atomic import on_disk, reason, sync
 from config import UserError
 
 # ------------------------------------------------------------------------------------------- files
+
+PART = re.compile(r".+\.\d+\.part")  # the name of a file while write_whole writes it
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -98,15 +101,18 @@ def vacant(folder: Path) -> bool:
     """Whether a run can begin there: it holds at most the files of a start that was killed."""
     if not os.path.lexists(folder):
         return True
-    names = {path.name for path in folder.glob("*") if path.suffix != ".part"}
-    return folder.is_dir() and names <= {".lock", "method.json", "table.json"}
+    if not folder.is_dir():
+        return False
+    with on_disk(f"read {folder}"):
+        names = {name for name in os.listdir(folder) if not PART.fullmatch(name)}
+    return names <= {".lock", "method.json", "table.json"}
 
 
-def refuse_run(runs: Path, name: str) -> None:
-    """UserError if no run can begin at runs/name. If `name` is empty, a free one will be taken."""
+def refuse_run(runs: Path, name: str, evaluation: bool = False) -> None:
+    """UserError if nothing can begin at runs/name. If `name` is empty, a free one will be taken."""
     folder = runs / name
     if name and not vacant(folder):
-        more = "add --resume to go on with it, or " if resumable(folder) else ""
+        more = "add --resume to go on with it, or " if resumable(folder, evaluation) else ""
         raise UserError(f"{folder} exists: {more}choose another --name")
     above = (runs.absolute(), *runs.absolute().parents)
     parent = next(path for path in above if os.path.lexists(path))
@@ -120,6 +126,8 @@ def make(folder: Path) -> bool:
         if not vacant(folder):
             return False
         folder.mkdir(parents=True, exist_ok=True)
+        # A killed evaluation may have left it, and with it a run could not be resumed.
+        (folder / "table.json").unlink(missing_ok=True)
     return True
 
 
@@ -133,7 +141,8 @@ def lock(folder: Path) -> IO | None:
             return None
         # Killed processes may have left parts of files and of folders (atomic.write_folder).
         for part in folder.rglob("*.part"):
-            part.unlink(missing_ok=True)
+            if PART.fullmatch(part.name):
+                part.unlink(missing_ok=True)
         for part in [*folder.rglob(".*.writing"), *folder.rglob(".*.former")]:
             shutil.rmtree(part, ignore_errors=True)
     return file

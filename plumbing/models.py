@@ -110,7 +110,7 @@ def run_of(path: Path) -> Path | None:
     path = path.resolve()  # follows links and ".."
     above = [path, *path.parents][:4]  # runs/x/state/step_1/model lies three below the run
     for folder in above[:1] if path.name == trainer.FROZEN else above:
-        if all(os.path.exists(folder / name) for name in ("config.json", "method.json")):
+        if os.path.exists(folder / "method.json"):
             return folder
     return None
 

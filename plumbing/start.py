@@ -277,8 +277,8 @@ def refuse_other_questions(folder: Path, fingerprint: str) -> None:
     # A run of an older version has no fingerprint.
     if folders.read_json(folder / "method.json").get("questions", fingerprint) != fingerprint:
         raise UserError(
-            f"{folder} was started with other questions, or evaluates other weights: put the files "
-            "behind --data and --eval_data back as they were, or choose another --name"
+            f"{folder} was started with other questions (an evaluation also with other weights or "
+            "documents): put those files back as they were, or choose another --name"
         )
 
 

@@ -167,8 +167,8 @@ def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
         )
     try:
         if path.suffix == ".tsv":
-            with open(path, encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file, delimiter="\t"))
+            with open(path, encoding="utf-8-sig", newline="") as file:
+                rows = list(csv.DictReader(file, delimiter="\t", strict=True))
         elif path.suffix == ".parquet":
             import pyarrow.parquet
 
@@ -213,7 +213,7 @@ def read_row(row: dict, source: str, number: int, question: str, answer: str) ->
     row = {name: value for name, value in row.items() if value is not None}
     id = str(row.get("id", row.get("task_id", number)))
     text = row.get(question)
-    golds = row.get("golden_answers", [row[answer]] if answer in row else [])
+    golds = row.get("golden_answers") or ([row[answer]] if answer in row else [])
     label = row.get("set", source)
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f'"{question}" is missing, empty or not a text')

@@ -73,15 +73,17 @@ def test_of_many_that_claim_a_folder_one_gets_it(tmp_path):
 
 def test_who_takes_a_run_removes_what_the_killed_left_of_files(tmp_path):
     (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "step_1.jsonl.7.part").write_text("half")
+    for name in ("step_1.jsonl.7.part", "film.part"):
+        (tmp_path / "rollouts" / name).write_text("half")
     folders.lock(tmp_path).close()
-    assert not names(tmp_path / "rollouts")
+    assert names(tmp_path / "rollouts") == {"film.part"}, "which somebody else put there"
 
 
 def test_a_start_that_was_killed_does_not_block_its_name(tmp_path):
-    for name in (".lock", "method.json", "method.json.7.part", "thesis.tex"):
+    for name in (".lock", "table.json", "method.json", "method.json.7.part", "thesis.tex"):
         folders.refuse_run(tmp_path, "x")
         assert folders.make(tmp_path / "x")
+        assert not (tmp_path / "x/table.json").exists(), "it would mark an evaluation"
         (tmp_path / "x" / name).touch()
     assert not folders.make(tmp_path / "x")
     with pytest.raises(UserError, match="choose another --name"):

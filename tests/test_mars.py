@@ -357,6 +357,9 @@ def test_eval_and_ask(copied, capsys):
     *kinds, row = json.loads((copied / "two/table.json").read_text())
     assert row["accuracy"] == metrics(copied / "whole")[2]["eval_accuracy"]
     saved = folders.read_json(copied / "whole/config.json")
+    (copied / "whole/config.json").unlink()
+    for model in (copied / "whole", state):
+        assert run("eval", model, *options, "--data", "toy") == 2, "its options are lost"
     folders.write_json(copied / "whole/config.json", saved | {"top_p": 1e-3})
     assert run("eval", copied / "whole", *options, "--name", "likeliest", grade=half) == 0
     *kinds, row = json.loads((copied / "likeliest/table.json").read_text())
@@ -392,18 +395,21 @@ def test_a_conversation_asks_line_after_line(trained, monkeypatch, capsys):
         repeated[:] = [line for line in lines if line.startswith(" question | ")]
         return code, [line for line in lines if line not in repeated]
 
-    assert run("ask", trained / "whole", question) == 0
+    assert run("ask", trained / "whole", "--top_k", 3, question) == 0
     alone = [line for line in capsys.readouterr().out.splitlines() if " | " in line]
     assert alone[0].startswith(" system 2 |") and alone[-1].startswith("   answer |")
     monkeypatch.setattr(evaluation, "answer", answered)
     monkeypatch.setattr(driver.Driver, "_advance", interrupted)
     typed = f"{question}\n\n  \n" * 3
     assert ask(typed) == (0, 3 * alone) and len(repeated) == 3
-    assert ask(f"\udcff\n{typed}") == (0, 3 * alone)
-    assert ask(typed, 1) == (0, 2 * alone)
-    assert ask(typed, 1, 0, 1) == (0, alone)
+    assert ask(f"\ufeff{typed}") == (0, 3 * alone), "a byte order mark"
+    assert ask(f"\udcff\n{typed}") == (2, 3 * alone)
+    assert ask(typed, 1) == (2, 2 * alone)
+    assert ask(typed, 1, 0, 1) == (2, alone)
     assert ask(typed, 0, 1, 1) == (130, alone)
     assert ask(typed, 0, 2) == (130, alone), "twice within an answer"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run("ask", trained / "whole") == 2, "it is closed"
 
 
 def test_an_evaluation_goes_on_where_it_was_ended(copied, monkeypatch, tmp_path, refused):
@@ -433,6 +439,7 @@ def test_an_evaluation_goes_on_where_it_was_ended(copied, monkeypatch, tmp_path,
     before = model.stat().st_mtime_ns
     os.utime(model)
     refused("other weights", *line, grade=half)
+    refused("add --resume", *line[:-1], "--name", "eval-whole", grade=half)
     state = copied / "whole/state/step_000004"
     state.rename(state.with_name("step_000005"))  # as if the run had trained on meanwhile
     refused("choose another --name", *line, grade=half)
@@ -477,6 +484,8 @@ def test_questions_without_an_answer_are_answered(base, own, monkeypatch, capsys
     assert len(Path("runs/none/answers.jsonl").read_text().splitlines()) == 3
     assert run(*line, "--name", "half", grade=half) == 0, "a grader of one's own may need no answer"
     assert json.loads(Path("runs/half/table.json").read_text())[0]["questions"] == 3
+    Path("notes/b.txt").write_text("ada baker lives in rome .")
+    refused("documents", *line, "--name", "none", "--resume")
     with monkeypatch.context() as patch:
         patch.setattr(folders, "append_lines", lambda path, lines: None)
         refused("lacks attempts", *line, "--name", "elsewhere")

@@ -32,7 +32,7 @@ def test_both_forms_of_a_line_as_programs_write_them(tmp_path):
     path = write(
         tmp_path / "q.jsonl",
         "\ufeff" + line(1, metadata={"x": 1}) + "\r",
-        '{"question": "Who?", "answer": "Ada", "id": null, "golden_answers": null, "set": null}',
+        '{"question": "Who?", "answer": "Ada", "id": null, "golden_answers": [], "set": null}',
         " \r",
         '{"id": 7, "question": "Wo\u2028?", "golden_answers": ["a", "b", ""], "set": "own"}',
     )
@@ -66,12 +66,13 @@ def test_a_malformed_line_is_named(tmp_path, bad):
         load_questions(path)
 
 
-@pytest.mark.parametrize("spec", ["", "pipe", "latin", "one, one", "hub:only/two"])
+@pytest.mark.parametrize("spec", ["", "pipe", "latin", "one, one", "hub:only/two", "a.tsv"])
 def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
     """From a pipe into which nobody writes one would read for ever."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "one", line(1))
     os.mkfifo("pipe")
+    Path("a.tsv").write_text('question\tanswer\n"who\tada\nwhen" ?\t1968\n')
     Path("latin").write_bytes(b'{"question": "O\xf9?", "answer": "l\xe0"}')
     with pytest.raises(UserError) as error:
         load_questions(spec)
