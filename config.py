@@ -241,8 +241,7 @@ def parser(options: type, description: str | None, unread: Collection[str] = ())
 
 def parse(command_line: OneLineParser, arguments: list[str]) -> dict:
     """The options that the arguments give, by name."""
-    # "Intermixed": the question of `ask` may come after options.
-    return vars(command_line.parse_intermixed_args(arguments))
+    return vars(command_line.parse_args(arguments))
 
 
 def fail(message: str | Exception) -> int:

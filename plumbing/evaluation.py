@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import trainer
-from config import TRAIN, Config, UserError, fail, fields_with, parse, parser, resolve
+from config import TRAIN, Config, UserError, fail, fields_with, parser, resolve
 from plumbing import folders, logbook, models, pages
 from plumbing.metrics import clustered_interval, failures, local_sums, ratio, wilson_interval
 from plumbing.start import Run, build, new_folder, reclaim, refuse_other_questions
@@ -61,7 +61,8 @@ def main(
     command_line.add_argument("checkpoint")
     if asking:
         command_line.add_argument("question", nargs="?")
-    options = parse(command_line, arguments[1:])
+    # "Intermixed": the question may come after options.
+    options = vars(command_line.parse_intermixed_args(arguments[1:]))
     for name in sorted(ignored.intersection(options)):
         raise UserError(f"{command} does not read --{name}; leave it out")
     options = complete(command, options)
