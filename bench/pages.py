@@ -40,9 +40,10 @@ def draw(rows: list[dict], path: Path) -> None:
             own = [row for row in rows if row["arm"] == arm]
             tokens = [row["tokens"] for row in own]
             shares = [row["right"] / row["asked"] for row in own]
-            (line,) = axes.plot(tokens, shares, "o-", label=arm)
+            (line,) = axes.plot(tokens, shares, marker="o", label=arm)
             bounds = [wilson_interval(row["right"], row["asked"]) for row in own]
             axes.vlines(tokens, *zip(*bounds), color=line.get_color())
+        axes.set_title("Right answers, sampled, with 95 % intervals")
         axes.set_xlabel("tokens of a page (median)")
         axes.set_ylim(0, 1)
         axes.legend()
