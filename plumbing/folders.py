@@ -126,8 +126,6 @@ def make(folder: Path) -> bool:
         if not vacant(folder):
             return False
         folder.mkdir(parents=True, exist_ok=True)
-        # A killed evaluation may have left it, and with it a run could not be resumed.
-        (folder / "table.json").unlink(missing_ok=True)
     return True
 
 

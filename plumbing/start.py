@@ -229,6 +229,8 @@ def new_folder(config: Config, base: str) -> IO:
         folder = Path(config.runs) / name
         lock = folders.make(folder) and folders.lock(folder)
         if lock:
+            # A killed evaluation may have left its mark, with which no run could be resumed.
+            (folder / "table.json").unlink(missing_ok=True)
             config.name = name
             return lock
     raise UserError(f"{config.runs}/{config.name} exists by now: choose another --name")

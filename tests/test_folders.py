@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from atomic import made_once, reason
 from config import UserError
 from plumbing import folders
+from plumbing.start import new_folder
 
 
 def fill(folder: Path) -> None:
@@ -82,7 +84,7 @@ def test_who_takes_a_run_removes_what_the_killed_left_of_files(tmp_path):
 def test_a_start_that_was_killed_does_not_block_its_name(tmp_path):
     for name in (".lock", "table.json", "method.json", "method.json.7.part", "thesis.tex"):
         folders.refuse_run(tmp_path, "x")
-        assert folders.make(tmp_path / "x")
+        new_folder(SimpleNamespace(runs=tmp_path, name="x"), "").close()
         assert not (tmp_path / "x/table.json").exists(), "it would mark an evaluation"
         (tmp_path / "x" / name).touch()
     assert not folders.make(tmp_path / "x")
