@@ -55,7 +55,9 @@ def formats(kind):
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
-pieces = st.lists(texts.filter(lambda text: "\ufffd" not in text), max_size=4)
+# Qwen3's template rewrites a step that ends a thought, and a context keeps what was sampled.
+strange = re.compile("\ufffd|think>")
+pieces = st.lists(texts.filter(lambda text: not strange.search(text)), max_size=4)
 
 
 def encode_pieces(format, pieces):
