@@ -4,6 +4,7 @@ A small, briefly trained base model. Runs are in this process, where it need not
 """
 
 import dataclasses
+import errno
 import gc
 import io
 import itertools
@@ -482,6 +483,15 @@ def test_questions_without_an_answer_are_answered(base, own, monkeypatch, capsys
     assert run(*line, "--name", "none") == 0
     assert "accuracy" not in capsys.readouterr().out
     assert len(Path("runs/none/answers.jsonl").read_text().splitlines()) == 3
+    with monkeypatch.context() as patch:
+        closed = Mock(side_effect=OSError(errno.EPIPE, "Broken pipe"))
+        patch.setattr(evaluation, "print", closed, raising=False)
+        patch.setattr(train, "discard_output", Mock())
+        refused("goes on with --resume", *line, "--name", "unread")
+    assert (
+        Path("runs/unread/answers.jsonl").exists()
+        and Path("runs/unread/trajectories.html").exists()
+    )
     assert run(*line, "--name", "half", grade=half) == 0, "a grader of one's own may need no answer"
     assert json.loads(Path("runs/half/table.json").read_text())[0]["questions"] == 3
     Path("notes/b.txt").write_text("ada baker lives in rome .")
