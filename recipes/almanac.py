@@ -6,7 +6,7 @@
     python -m recipes.almanac --system1 frozen          the arm to compare it with
     python -m recipes.almanac eval runs/almanac         a table with a row for each cell
     python -m recipes.almanac --preset almanac-passages     no reader: BM25's best passages instead
-    python -m recipes.almanac --page_fields 0 --sys1_prompt 1000        whole pages (never tried)
+    python -m recipes.almanac --page_fields 0 --sys1_prompt 1000        whole pages
 
 System 2 looks a country up. It never sees the country's page, only notes on it: the page is packed
 into about four chunks, and one of them holds the wanted fact. almanac_world.py makes the pages and
