@@ -27,7 +27,7 @@ class UserError(Exception):
 
 
 def key_of(variable: str) -> str:
-    """A service's key from the environment; UserError, which does not show it, if it is none."""
+    """A service's key from the environment; UserError, without the value, if it is no key."""
     key = os.environ.get(variable, "").strip()
     if not re.fullmatch(r"[!-~]+", key):
         raise UserError(f"{variable} is not set to a key: export {variable}=…, or do without it")
@@ -54,7 +54,7 @@ def no_option(default, *flags: str):
 
 
 def describe(options: type) -> dict[str, dict]:
-    """Field name -> what its class and the classes below said about it."""
+    """Field name -> what its class and the base classes said about it."""
     about = {}
     for part in reversed(options.__mro__[:-1]):
         for field in dataclasses.fields(part):
@@ -77,7 +77,7 @@ class Config:
     seed: int = option(0, "of every draw, of the toy's world and of its base model")
     steps: int = option(40, "rollout batches; on the toy more add a little", TRAIN, RESUME)
     resume: bool = option(
-        False, "go on with runs/NAME and its options; begin where nothing is there", RESUME
+        False, "go on with runs/NAME and its options; begin it if it is not there", RESUME
     )
     keep_every: int = option(0, "keep the state of every n-th step too; 0: none", TRAIN, RESUME)
     track: Literal["none", "trackio", "wandb"] = option(
@@ -100,7 +100,7 @@ class Config:
 
     questions: int = option(16, "per step", TRAIN, heading="reinforcement learning")
     group: int = option(8, "G: attempts per question; eval: 1 unless given")
-    resample: int = option(0, "times as many more, until --questions groups differ", TRAIN)
+    resample: int = option(0, "ask up to N times more, until --questions groups differ", TRAIN)
     temperature: float = option(1.0, "of sampling, and so of the distribution in the loss")
     lr: float = option(5e-4, "learning rate; at 1e-3 one of three toy seeds slipped late", TRAIN)
     inner_steps: int = option(1, "optimizer steps per batch, each on part of the questions", TRAIN)
@@ -109,7 +109,7 @@ class Config:
     kl_beta: float = option(0.0, "λ; needs a reference model in memory", TRAIN)
     lora_rank: int = option(0, "of adapters beside frozen weights; 0: train all weights", TRAIN)
     importance: Literal["auto", "token", "sequence", "off"] = option(
-        "auto", "weights of the loss; auto: sequence with --server, else off", TRAIN
+        "auto", "correction for the sampler; auto: sequence with --server, else off", TRAIN
     )
     max_mismatch_kl: float = option(
         0.0, "stop if sampler and trainer differ more; 0: in fp32 1e-6, in bf16 0.01", TRAIN, RESUME
@@ -127,7 +127,7 @@ class Config:
     warmup: int = no_option(1)  # steps of linear warm-up
     top_p: float = no_option(1.0)  # nucleus of the sampled evaluation; training has none
     decay: bool = no_option(False)  # linear decay to 0 at --steps, or where --resume puts them
-    beta1: float = no_option(0.9)  # of AdamW; in a short run less: momentum outlives its gradient
+    beta1: float = no_option(0.9)  # of AdamW; lower it in a short run: momentum lasts long
     importance_cap: float = no_option(3.0)  # cuts a token's ratio; a sequence above it is masked
     eval_docs: str = no_option("")  # documents for the held-out questions; empty: those of `docs`
     passage_words: int = no_option(200)  # documents are cut into passages of so many; 0: none are

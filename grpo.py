@@ -86,7 +86,7 @@ def token_weights(
     there are samples and `counts` is not above 0.
     """
     if masks and not counts > 0:
-        raise ValueError(f"{len(masks)} samples cannot be {counts} of all {mean}s")
+        raise ValueError(f"counts is {counts} for {len(masks)} samples: it must be above 0")
     loss_weights = [1] * len(masks) if loss_weights is None else loss_weights
     sizes = [1 if mean == "token" else mask.sum().clamp(min=1) for mask in masks]
     return [

@@ -56,10 +56,12 @@ class MarsConfig(Config):
     """MARS's own options, beside those that all methods share."""
 
     system1: Literal["train", "frozen", "none"] = option(
-        "train", "frozen: start's weights; none: cut text", heading="arms for study"
+        "train",
+        "frozen: the start's weights; none: System 2 reads cut documents",
+        heading="arms for study",
     )
     balance: Literal["uniform", "none"] = option(
-        "uniform", "as many notes as System 2's samples, or all", TRAIN
+        "uniform", "uniform: as many notes as System 2's samples; none: all", TRAIN
     )
     packing: bool = option(True, "without: one document per chunk")
     purpose: bool = option(True, "without: System 1 is not told what to look for")
@@ -76,7 +78,7 @@ class MarsConfig(Config):
     sys1_prompt: int = option(76, "a chunk (about 69) with the wording and the purpose around it")
     sys1_response: int = option(12, "a note: one fact is 5 or 6 words")
     # no options
-    answer_tokens: int = no_option(0)  # kept free for an answer on demand; 0: a quarter of a step
+    answer_tokens: int = no_option(0)  # kept for an answer on demand; 0: ¼ of a step, at least 6
     question_in_system1: bool = no_option(False)  # show System 1 the question too (chat models)
 
     def __post_init__(self):
@@ -98,7 +100,7 @@ class MarsConfig(Config):
         if self.system1 != "train" and (self.balance != "uniform" or self.shared_group):
             raise UserError("leave --balance and --shared_group out: System 1 does not learn")
         if self.system1 == "none" and not (self.packing and self.purpose):
-            raise UserError("--system1 none has no use for --no-packing and --no-purpose")
+            raise UserError("leave --no-packing and --no-purpose out: System 1 does not read")
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -293,8 +295,12 @@ def extend(
     excess = config.answer_tokens - step_budget(env, system2, prompt)
     if prompt.must_answer and excess > 0:
         # There is room for the demand (`reserve`), so only the notes are cut.
-        tokens = [token for note in notes for token in note]
-        prompt = wrap([tokens[: max(0, len(tokens) - excess)]], True)
+        room = max(0, sum(map(len, notes)) - excess)
+        kept = []
+        for note in notes:
+            kept.append(note[:room])
+            room -= len(kept[-1])
+        prompt = wrap(kept, True)
     return prompt
 
 
@@ -339,7 +345,7 @@ def credit(
     """Rewards → advantages → the weight of each sample in the loss. L = L_sys2 + L_sys1.
 
     A role's samples of one question are an advantage group. Balancing comes after the advantages,
-    so they compare all samples. It draws as many of System 1's samples as System 2 has.
+    so advantages compare all samples. It draws as many of System 1's samples as System 2 has.
     """
     sys2 = [sample for t in trajectories for sample in t.samples("sys2")]
     sys1 = [sample for t in trajectories for sample in t.samples("sys1")]
@@ -396,7 +402,7 @@ PAPER = {
     "questions": 32,  # †
     # † 0.95 throughout. Here it is for evaluation only: the loss needs the full distribution.
     "top_p": 0.95,
-    "lr": 1e-6,  # †, which also gives λ = 0 and an entropy coefficient of 0
+    "lr": 1e-6,  # †; there λ and the entropy coefficient are 0
     "warmup": 10,  # ours
     "inner_steps": 1,  # ours
     "max_turns": 10,  # †

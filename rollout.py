@@ -1,8 +1,8 @@
 """The parts of an episode, for any method; mars.py has an example.
 
 `Context.write` stores tokens, masks and log-probs at the moment when they are sampled. They are
-never made again: no context is decoded and encoded. An episode is one coroutine without callbacks,
-and a new multi-agent method is a new `async def`. driver.py runs hundreds of them over one sampler.
+never made again: no context is decoded and encoded. An episode is one coroutine, and a new
+multi-agent method is a new `async def`. driver.py runs hundreds of them over one sampler.
 
 Tests: pytest tests/test_rollout.py
 """
@@ -196,8 +196,9 @@ class Env:
             try:
                 documents = self.tools[call.tool](call.argument)
             finally:
-                turn.seconds = time.perf_counter() - start
-            for document in documents:  # The format caches the ids, so this thread encodes them.
+                if not turn.problem:  # else the deadline has passed, and nobody waits any more
+                    turn.seconds = time.perf_counter() - start
+            for document in documents:  # fills the format's cache here, not in the event loop
                 self.chat.document(document)
             return documents
 
@@ -245,7 +246,7 @@ class Env:
         except ToolError as error:
             trajectory.turns[-1].problem = f"judge failed: {error}"
             return None
-        return reward if reward is None else finite(reward)
+        return None if reward is None else finite(reward)
 
 
 def finite(reward) -> float:

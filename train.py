@@ -66,7 +66,7 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
     trajectories = play(run, step)
     seconds_rollout = time.perf_counter() - start
     metrics = rollout_metrics(trajectories, run.method, seconds_rollout)
-    # They are counted before the pool is emptied: 0 pages unless an episode left a context open.
+    # Pages are counted before the pool is emptied: 0 unless an episode left a context open.
     metrics["pages_in_use"] = sum(sampler.pages_in_use for sampler in run.driver.samplers)
     check_rollouts(run, step, metrics, trajectories)
 
@@ -76,8 +76,8 @@ def train_step(run: Run, step: int) -> tuple[dict, list[Trajectory]]:
         metrics["resampled"] = run.resampled - resampled_before
         graded = first_groups(graded, config.questions)
     terms = run.method.credit(config, graded, step)
-    # On a GPU the KV pool and the update do not fit together. On every device the pages of frozen
-    # roles must go too: a resumed run begins without them and must compute the same bits.
+    # On a GPU the KV pool and the update do not fit together. On every device the cached pages of
+    # frozen roles must go too: a resumed run begins without them and must compute the same bits.
     for sampler in run.driver.samplers:
         sampler.lend_pool()
     metrics |= update(run, terms, step)
@@ -108,9 +108,9 @@ def play_groups(run: Run, step: int) -> list[Trajectory]:
         else:
             trajectories += play_batch(run, shares[run.rank], config.group, run.tools, step=step)
         asked += count
-        enough = sum_over_ranks(differing(trajectories)).total()
-        missing = max(0, config.questions - enough)
-        count = min(math.ceil(missing * asked / max(1, enough)), most - asked)
+        useful = sum_over_ranks(differing(trajectories)).total()
+        missing = max(0, config.questions - useful)
+        count = min(math.ceil(missing * asked / max(1, useful)), most - asked)
     run.resampled += asked - config.questions
     return trajectories
 
@@ -242,8 +242,8 @@ def prepare(
     samples, weights = trainer.even_out(samples, weights, pack=pack)
     batches = trainer.micro_batches(samples, weights, config.micro_tokens, run.device, pack=pack)
     # `backward` is collective: every rank needs the same number of micro-batches, at least one.
-    numbers = sum_over_ranks({run.rank: len(batches)}).values()
-    while len(batches) < max(1, *numbers):
+    lengths = sum_over_ranks({run.rank: len(batches)}).values()
+    while len(batches) < max(1, *lengths):
         batches.append(trainer.make_micro_batch([], [], [], run.device))
     importance = config.correction()
     if importance != "off":
@@ -301,10 +301,10 @@ def check_mismatch(run: Run, batches: list, stats: list[dict], samples: list[Sam
 def skip(run: Run, step: int) -> None:
     """Counts and reports an update that is left out; the third in a row stops the run."""
     run.skipped += 1
-    logbook.print_line(run, f"step {step}: loss or gradient is not finite, step skipped")
+    logbook.print_line(run, f"step {step}: loss or gradient is not finite, update skipped")
     if run.skipped == 3:
         raise UserError(
-            "three steps in a row without a finite loss and gradient; states on disk are whole, "
+            "three updates in a row without a finite loss and gradient; states on disk are whole, "
             "and the run's rollouts show what was sampled"
         )
 
@@ -418,7 +418,7 @@ def main(
         sys.stdout.reconfigure(errors="backslashreplace")
     code = 0
     training = arguments[:1] not in (["eval"], ["ask"])
-    resumes = training or arguments[0] == "eval"
+    resumable = training or arguments[0] == "eval"
     try:
         if not training:
             evaluation.main(method, arguments, complete, **additions)
@@ -426,7 +426,7 @@ def main(
             given = parse(parser(method.config, description), arguments)
             options = complete("train", take_options(given))
             config = resolve(method.config, options, presets=method.presets)
-            if given.get("resume"):  # A method without --resume refuses it at the first start too.
+            if given.get("resume"):  # `take_options` clears it at a first start.
                 dataclasses.replace(config, resume=True).check(training=True)
             if config.resample and method.play_step:
                 raise UserError(f"--resample has no use: {method.name} plays its steps by itself")
@@ -453,9 +453,9 @@ def main(
             raise
         discard_output()
         message = f"what is printed cannot be written ({error.strerror})"
-        code = fail(f"{message}; {GO_ON}" if resumes else message)
+        code = fail(f"{message}; {GO_ON}" if resumable else message)
     except KeyboardInterrupt:
-        fail(f"interrupted; {GO_ON}" if resumes else "interrupted")
+        fail(f"interrupted; {GO_ON}" if resumable else "interrupted")
         code = 130
     processes.leave(code)
     return code

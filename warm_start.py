@@ -275,7 +275,9 @@ def samples_of(messages: list[dict] | dict, tokenizer) -> list[Sample]:
         tokens = tokenizer.encode(text.removeprefix(context), add_special_tokens=False)
         ends = [i for i, token in enumerate(tokens) if token in marks]
         if not ends or not text.startswith(context):
-            raise UserError("the model's chat template does not end a message with a mark")
+            raise UserError(
+                "the model's chat template rewrites a prompt, or does not end a message with a mark"
+            )
         # Templates write a line break after the mark. RL never samples it, so it is not learned.
         tokens = tokens[: ends[-1] + 1]
         sample = Sample("assistant", 0, 0)
@@ -336,22 +338,22 @@ def main(arguments: list[str]) -> int:
     try:
         options = WarmStart(**parse(parser(WarmStart, __doc__), arguments))
         options.check()
-        folder = Path(options.out)
-        if os.path.lexists(folder):
-            raise UserError(f"{folder} exists: choose another --out")
+        out = Path(options.out)
+        if os.path.lexists(out):
+            raise UserError(f"{out} exists: choose another --out")
         if options.from_run:
             contexts = from_run(Path(options.from_run))
-            folders.write_whole(folder, folders.as_lines(contexts))
-            print(f"{len(contexts)} contexts written to {folder}: learn them with --data {folder}")
+            folders.write_whole(out, folders.as_lines(contexts))
+            print(f"{len(contexts)} contexts written to {out}: learn them with --data {out}")
             return 0
         batches = from_file(options)
-        made_once(folder, lambda path: train(options, batches, path))
+        made_once(out, lambda path: train(options, batches, path))
     except UserError as error:
         return fail(error)
     except KeyboardInterrupt:
         fail("interrupted; no half-written folder is left, so start again")
         return 130
-    print(f"written to {folder}: use it with --model {folder}")
+    print(f"written to {out}: use it with --model {out}")
     return 0
 
 

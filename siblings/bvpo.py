@@ -74,13 +74,13 @@ class BvpoConfig(solo.SoloConfig):
             raise UserError("--alpha must be at most 1 and --beta above 0")
 
 
-def advantages_of(gain: Tensor, before: Tensor, beta: float, alpha: float, traces: int, generator):
-    """DPO's gradient as advantages of a pair's samples; gain: log π/π_ref, before: log π_ref.
+def advantages_of(gain: Tensor, ref: Tensor, beta: float, alpha: float, traces: int, generator):
+    """DPO's gradient as advantages of a pair's samples; gain: log π/π_ref, ref: log π_ref.
 
     The traces are drawn from π_ref(r|x,y), as in data that the reference model wrote.
     """
     count = len(toy.TRACES)
-    chances = before[: 2 * count].view(2, count).softmax(1)
+    chances = ref[: 2 * count].view(2, count).softmax(1)
     choices = chances.multinomial(traces, replacement=True, generator=generator).T.tolist()
     advantages = torch.zeros_like(gain)
     traced = [(i, count + j, alpha / traces) for i, j in choices]
@@ -94,16 +94,16 @@ def advantages_of(gain: Tensor, before: Tensor, beta: float, alpha: float, trace
 def rollouts(run: Run, step: int) -> list[Trajectory]:
     """The answers of a step's pairs, with DPO's gradient in their advantages."""
     config = run.config
-    ref = bvpo_errors.load(run.start)
+    reference = bvpo_errors.load(run.start)
     result = []
     for place, pair in train.questions_of(run, step)[run.rank]:
         trajectories = toy.answers(run.chat, place, pair)
         samples = toy.samples_of(trajectories)
-        before = bvpo_errors.logprobs(ref, samples)[0]
-        gain = bvpo_errors.logprobs(trainer.unwrap(run.policy), samples)[0] - before
+        ref = bvpo_errors.logprobs(reference, samples)[0]
+        gain = bvpo_errors.logprobs(trainer.unwrap(run.policy), samples)[0] - ref
         draws = torch.Generator().manual_seed(hash64(config.seed, step, place))
         advantages = advantages_of(
-            gain, before, config.beta, config.alpha, config.traces, generator=draws
+            gain, ref, config.beta, config.alpha, config.traces, generator=draws
         )
         for sample, advantage in zip(samples, advantages.tolist()):
             sample.advantage = advantage

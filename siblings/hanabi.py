@@ -13,7 +13,7 @@ benchmark.
                  reward, so the two groups have the same advantages
   the read-outs  happen in evaluations, after each hint, outside the game. The hinted seat names the
                  card that the hint is about, the hinting seat the move that will follow. The true
-                 card is the touched one, if only one of the touched cards can be played; the true
+                 card is the only touched one that can be played, if there is just one; the true
                  move is the next one. RL does not train read-outs; the base model knows them
 
     python -m siblings.hanabi                        metrics: eval_score, eval_first, eval_second
@@ -82,7 +82,7 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
             turn += 1
     one.turns[0].readers.insert(0, two)  # pages show the second seat below the first
     trajectory.answer = str(game.score)
-    trajectory.ended = "answer" if game.over else "no answer"
+    trajectory.ended = "answer" if game.over else "forbidden move"
 
 
 async def read_out(env, trajectory, game: Game, contexts, turn: int, hint: str) -> Readout:
@@ -130,7 +130,7 @@ class HanabiConfig(Config):
     move_tokens: int = option(3, "tokens of one move", heading="the game")
 
     def longest(self) -> int:
-        """Tokens of the longest sample: a seat moves at most 12 times."""
+        """Room for a sample: a seat moves at most 12 times, and a view has fewer than 30 tokens."""
         return 364 + 12 * self.move_tokens
 
 
@@ -236,7 +236,7 @@ def main(arguments: list[str]) -> int:
         try:
             table(arguments[1:])
         except (OSError, ArithmeticError, ValueError) as error:
-            return fail(UserError(f"name folders of runs with at least four evaluations ({error})"))
+            return fail(f"name folders of runs with at least four evaluations ({error})")
         return 0
     return train.main(
         METHOD,

@@ -2,8 +2,8 @@
 
 There are two colours with the ranks 1 (three cards), 2 (two) and 3 (one), hands of two cards, three
 hints and two lives. The score is the number of cards in the stacks, at most 6, or 0 if both lives
-are lost. Unlike in the official rules, cards may be discarded while no hint is used. The scripted
-player takes a hint as an order to play, and does not count the cards that are left.
+are lost. Unlike in the official rules, cards may be discarded while all hints are left. The
+scripted player takes a hint as an order to play, and does not count the cards that are left.
 Tests: pytest tests/test_hanabi.py
 """
 
@@ -82,9 +82,7 @@ class Game:
         slots = SLOTS[: len(self.hands[seat])]
         moves = [f"{act} {slot}" for act in ("play", "discard") for slot in slots]
         if self.hints:
-            clues = [
-                part for card in self.hands[1 - seat] for part in (card.name[:-1], card.name[-1])
-            ]
+            clues = [clue for card in self.hands[1 - seat] for clue in card.clues[::-1]]
             moves += [f"hint {clue}" for clue in dict.fromkeys(clues)]
         return moves
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from transformers import AddedToken
 
+from siblings import hanabi_game
 from siblings.hanabi_game import CARDS, COLOURS, SLOTS, Game, advise, deal
 from tasks.format import Action
 from tasks.questions import Question
@@ -139,5 +140,5 @@ build = functools.partial(
     name="hanabi",
     make=make_base,
     steps=(SKILL_STEPS, HABIT_STEPS),
-    file=__file__,
+    files=(__file__, hanabi_game.__file__),
 )

@@ -78,7 +78,9 @@ class MarsrlConfig(Config):
     rollouts: Literal["grouped", "pipelined", "linear"] = option(
         "grouped", "linear: G runs of the whole system", TRAIN, heading="arms for study"
     )
-    credit: Literal["own", "role", "attempt", "pooled"] = option("own", "see `credit`", TRAIN)
+    credit: Literal["own", "role", "attempt", "pooled"] = option(
+        "own", "whose reward, in which group; all but own: --rollouts linear", TRAIN
+    )
     choice: Literal["adaptive", "balanced", "random"] = option(
         "adaptive", "how a stage's inputs are chosen", TRAIN
     )

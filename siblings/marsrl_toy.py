@@ -149,10 +149,10 @@ class Language(language.ToyFormat):
     ) -> list[int]:
         """The page, the role's mark, the question, then the solution and the report."""
         tokens = self.encode(question)
-        page = 0  # its length: the question comes after the last full stop
+        end = 0  # of the page: the question comes after the last full stop
         if self.stop in tokens:
-            page = len(tokens) - tokens[::-1].index(self.stop)
-        prompt = [self.control["<doc>"], *tokens[:page], self.control[MARKS[role]], *tokens[page:]]
+            end = len(tokens) - tokens[::-1].index(self.stop)
+        prompt = [self.control["<doc>"], *tokens[:end], self.control[MARKS[role]], *tokens[end:]]
         if role != "solver":
             prompt += [self.control["<answer>"], *answer]
         if role == "corrector":
@@ -231,5 +231,5 @@ build = functools.partial(
     name="marsrl",
     make=make_base,
     steps=(SKILL_STEPS, HABIT_STEPS),
-    file=__file__,
+    files=(__file__,),
 )

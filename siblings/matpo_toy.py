@@ -136,8 +136,8 @@ def subtasks(place: world.World, plan: world.Plan) -> list[Subtask]:
         vague = base_model.purpose_of(name, attribute, False)
         steps.append(Subtask(tool, name, specific, vague, place.sentence(name, attribute)))
     if plan.expression:
-        sums = plan.expression
-        steps.append(Subtask("python", sums, sums, sums, f"{plan.answer} ."))
+        term = plan.expression
+        steps.append(Subtask("python", term, term, term, f"{plan.answer} ."))
     return steps
 
 
@@ -258,5 +258,5 @@ def make_base(seed: int, skill_steps: int, habit_steps: int) -> tuple:
 
 
 build = functools.partial(
-    base_model.build, name="matpo", make=make_base, steps=STEPS, file=__file__
+    base_model.build, name="matpo", make=make_base, steps=STEPS, files=(__file__,)
 )

@@ -11,7 +11,7 @@ highest entropy, and freezes the share `frozen_share` of the parameters, which R
 Sources: the abstract, reviews of the submission and a digest. We had neither the paper's equations
 and values nor code: the two lines above are our reading of the words, and all numbers below are
 ours. Reviewers ask for a measure of forgetting, and for a control that freezes **as many parameters
-at random**; both are here. SFT without the three measures is ReLIFT (arXiv 2506.07527).
+at random**; both are here. SFT without the last two measures is ReLIFT (arXiv 2506.07527).
 
     python -m siblings.mifo                                     RL, SFT, RL, SFT, RL
     python -m siblings.mifo --name random --freeze random       the control
@@ -142,7 +142,8 @@ def missed(trajectories: list[Trajectory], threshold: float) -> list[mifo_toy.Ta
     """The questions whose share of right attempts is at most `threshold`."""
     groups: dict[int, list[Trajectory]] = {}
     for trajectory in trajectories:
-        groups.setdefault(trajectory.question_index, []).append(trajectory)
+        if trajectory.reward is not None:
+            groups.setdefault(trajectory.question_index, []).append(trajectory)
     shares = {place: sum(t.reward for t in own) / len(own) for place, own in groups.items()}
     return [groups[place][0].question for place, share in shares.items() if share <= threshold]
 

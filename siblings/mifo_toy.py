@@ -18,6 +18,7 @@ import functools
 import random
 from dataclasses import dataclass
 
+from siblings import marsrl_toy
 from siblings.marsrl_toy import Page, draw_page
 from tasks.questions import Question
 from toy import base_model, language
@@ -104,5 +105,5 @@ build = functools.partial(
     name="mifo",
     make=make_base,
     steps=(SKILL_STEPS, HABIT_STEPS),
-    file=__file__,
+    files=(__file__, marsrl_toy.__file__),
 )

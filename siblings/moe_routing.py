@@ -122,7 +122,7 @@ def train(model: Qwen3MoeForCausalLM, config: RoutingConfig) -> None:
     ids = vocabulary()
     rng = random.Random(f"routing {config.seed}")
 
-    def batch() -> list[base_model.Sample]:
+    def batch() -> list[base_model.Encoded]:
         texts = [draw_text(rng, ids, rng.random() < WEAK_SHARE).tokens for _ in range(48)]
         return [(tokens, [False] * (len(tokens) - 2) + [True] * 2) for tokens in texts]
 
@@ -231,7 +231,8 @@ def main(arguments: list[str]) -> int:
     config = RoutingConfig(**parse(parser(RoutingConfig, __doc__), arguments))
     folder = Path(config.runs) / config.name
     try:
-        if min(config.pages, config.steps) < 1 or not 0 <= config.tau + config.strength < 1e6:
+        is_finite = all(0 <= number < 1e6 for number in (config.tau, config.strength))
+        if min(config.pages, config.steps) < 1 or not is_finite:
             raise UserError("--pages and --steps must be at least 1, --tau and --strength finite")
         folders.make(folder)
     except UserError as error:

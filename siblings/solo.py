@@ -21,7 +21,8 @@ import kernels
 import trainer
 from config import Config, UserError, option
 from plumbing.start import Run
-from rollout import Completion, Context, Env, Sample, Trajectory, Turn
+from rollout import Context, Env, Sample, Trajectory, Turn
+from sampler import Completion
 from tasks.format import Action, Format
 from tasks.questions import Question
 from tools import Tool
@@ -87,10 +88,10 @@ async def episode(env: Env, trajectory: Trajectory) -> None:
     async with Context(env, trajectory, ROLE) as solver:
         prompt = prompt_of(env.chat, trajectory.question)
         completion = await solver.write(prompt, env.config.answer_tokens, 0)
-    note_answer(solver, env.chat, completion.tokens)
+    set_answer(solver, env.chat, completion.tokens)
 
 
-def note_answer(solver: Context, chat: Format, tokens: list[int]) -> None:
+def set_answer(solver: Context, chat: Format, tokens: list[int]) -> None:
     """Records a completion as the context's turn and the trajectory's answer."""
     action = chat.parse(tokens)
     problem = action.error and f"malformed: {action.error}"
@@ -112,7 +113,7 @@ def written(
     solver.sample.append_given(prompt_of(chat, question))
     solver.sample.append_sampled(Completion(tokens, [0.0] * len(tokens), "stop"))
     solver.sample.reward = reward
-    note_answer(solver, chat, tokens)
+    set_answer(solver, chat, tokens)
     return trajectory
 
 

@@ -103,7 +103,7 @@ def split_calls(text: str) -> tuple[list[str], list[str]]:
         if following and following[0] == "</tool_call>":
             calls.append(text[opening.end() : following.start()])
             start = following.end()
-        if start > opening.end():
+        if start > opening.end():  # it opens JSON or a call, so it is no text
             around.append(text[rest : opening.start()])
             rest = start
     return calls, [*around, text[rest:]]
@@ -192,7 +192,7 @@ def render(messages: list[dict], tokenizer, prompt: bool) -> str:
 class ChatFormat:
     """The format of a chat model. `tokenizer`: a transformers tokenizer with a chat template.
 
-    `ends`: the ids that the model's files declare as ends. Those that are marks also end a step.
+    `ends`: the ids that the model's files declare as ends. Those of control tokens end a step too.
     Raises UserError if the template or the tokenizer does not allow a context that only grows.
     """
 
@@ -213,7 +213,7 @@ class ChatFormat:
     # ---- the template's structure, which is read once
 
     def _find_control_tokens(self) -> None:
-        """Finds the ids that a template uses as marks. No document and no note may contain one."""
+        """Finds the ids of control tokens. No document and no note may contain one."""
         self._control = {
             token_id: token.content
             for token_id, token in self.tokenizer.added_tokens_decoder.items()
@@ -233,7 +233,7 @@ class ChatFormat:
         self._own.encode_special_tokens = True  # as text
 
     def _find_roles(self) -> None:
-        """Finds the roles that the template takes and quotes. The user speaks for the others."""
+        """Finds the roles that the template keeps word for word. The user speaks for the others."""
         content = 'a\n"probe"'  # Llama 3.1's template writes what a tool says as JSON
 
         def keeps(*messages) -> bool:
@@ -274,9 +274,9 @@ class ChatFormat:
     def _find_frame(self, prompt: Template) -> tuple[list[str], list[list[int]]]:
         """The names of the slots in a role's prompt, and the pieces of ids around them."""
         names = SLOT.findall(prompt.user)
-        marks = [f"slot-{name}-of-the-template" for name in names]
+        probes = [f"slot-{name}-of-the-template" for name in names]
         user = SLOT.sub(r"slot-\1-of-the-template", prompt.user)
-        pieces = self._render(self._open(prompt.system, user), *marks)
+        pieces = self._render(self._open(prompt.system, user), *probes)
         return names, [self._template_ids(piece) for piece in pieces]
 
     def _open(self, system: str, user: str) -> list[dict]:
@@ -290,12 +290,12 @@ class ChatFormat:
             reply = {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"}
         return [{"role": "assistant", "content": step}, reply]
 
-    def _render(self, messages: list[dict], *marks: str) -> list[str]:
-        """The template's text, split at the marks."""
+    def _render(self, messages: list[dict], *probes: str) -> list[str]:
+        """The template's text, split at the probes."""
         text = render(messages, self.tokenizer, True)
-        if any(text.count(mark) != 1 for mark in marks):
+        if any(text.count(probe) != 1 for probe in probes):
             raise UserError(REWRITES)
-        return re.split("|".join(marks), text) if marks else [text]
+        return re.split("|".join(probes), text) if probes else [text]
 
     def _template_ids(self, text: str) -> list[int]:
         # The text already contains the special tokens.
@@ -312,7 +312,7 @@ class ChatFormat:
     def encode(self, text: str) -> list[int]:
         """The ids of a text from outside. A mark in it ("<|im_end|>" on a page) stays text."""
         text = text.encode("utf-8", "replace").decode("utf-8")  # pages may have lone surrogates
-        # `encode` holds Python's lock, so long pages would block other threads for minutes a step.
+        # `encode_batch` frees Python's lock. With `encode`, long pages would block other threads.
         if len(text) < 2000:
             ids = self._plain.encode(text, add_special_tokens=False).ids
         else:

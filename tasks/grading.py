@@ -39,7 +39,7 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalise(text: str) -> str:
-    """The words that two equal answers have in common, joined by single spaces."""
+    """A text's normal form, which is the same for equal answers: words with a space between."""
     text = unicodedata.normalize("NFC", INVISIBLE.sub("", text)).translate(PLAIN).lower()
     text = THOUSANDS.sub("", LATEX.sub("", text))
     text = PUNCTUATION.sub(lambda match: match[1] or "", text)

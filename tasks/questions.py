@@ -9,7 +9,7 @@
 
 A file has one JSON object per line, with the names of FlashRAG: a "question", its "golden_answers"
 (a list) or one "answer", and optionally an "id". Only an evaluation takes questions without an
-answer. Its table has a line for each "set" that rows name. A benchmark is read in its published
+answer. Its table has a line for each "set" that they name. A benchmark is read in its published
 form, without the questions that need a picture or a file.
 
 Benchmarks ask that nobody publishes their questions and answers (docs/benchmark_sets.md). A run's
@@ -224,7 +224,7 @@ def read_row(row: dict, source: str, number: int, question: str, answer: str) ->
     if not "".join(golds).strip():
         golds = []
     if not isinstance(label, str) or not label.isprintable() or label.strip() in ("", "all"):
-        raise ValueError('"set" is the printable name of a set, and not "all"')
+        raise ValueError('"set" is not a printable name, or it is "all"')
     "".join([id, text, label, *golds]).encode()  # raises ValueError for a lone surrogate
     return Question(id, text, tuple(golds), label)
 

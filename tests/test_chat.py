@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 from helpers import chat
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import mars
 from config import UserError
+from rollout import Sample, Turn
 from tasks.chat import ChatFormat, read_action, render
 from tasks.format import Action, Call
 from tools import Document
@@ -88,6 +90,18 @@ def test_the_context_is_what_the_template_renders(kind, question, steps):
     assert format.text(context) == render(messages, format.tokenizer, True)
     for place, step in sampled_at:
         assert context[place : place + len(step)] == step
+
+
+def test_notes_stay_apart_when_the_last_ones_are_cut():
+    format = formats("qwen2.5")
+    notes = [format.encode(text) for text in ("in 1968", "Omar Engel " * 40, "a third note")]
+    config = mars.MarsConfig()
+    config.sys2_context = mars.reserve(config, format) + 60
+    system2 = SimpleNamespace(turns=[Turn([], Action())], sample=Sample("sys2", 0, 0))
+    env = SimpleNamespace(config=config, chat=format)
+    prompt = mars.extend(env, system2, notes, must_answer=True)
+    assert "in 1968\n\nOmar Engel Om" in format.text(prompt.tokens)
+    assert mars.step_budget(env, system2, prompt) >= config.answer_tokens
 
 
 @pytest.mark.parametrize("why", HOSTILE)

@@ -123,11 +123,11 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
     assert not moves(math.nan, 0.0) and not moves(1.0, math.nan)
     assert moves(1.0, 0.0)
     assert not moves(math.inf, 0.0) and not moves(1.0, math.inf)
-    with pytest.raises(UserError, match="three steps in a row"):
+    with pytest.raises(UserError, match="three updates in a row"):
         moves(math.nan, 0.0)
     assert not learner.optimizer.step.called
     told = [call.args[1] for call in train.logbook.print_line.mock_calls]
-    assert len(told) == 6 and all("step skipped" in line for line in told)
+    assert len(told) == 6 and all("update skipped" in line for line in told)
 
 
 def test_a_part_without_a_gradient_takes_no_step(learner):

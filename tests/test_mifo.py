@@ -61,12 +61,14 @@ def test_the_hardest_tokens_have_the_highest_entropy():
 
 @pytest.mark.parametrize("threshold, places", [(0.0, [1]), (0.5, [0, 1]), (1.0, [0, 1, 2])])
 def test_sft_shows_the_questions_that_rollouts_missed(threshold, places):
+    """An attempt without a reward says nothing about its question."""
     rewards = {0: [0, 1], 1: [0, 0], 2: [1, 1]}
     played = [
         Trajectory(TASKS[place], place, attempt, reward=float(rewards[place][attempt]))
         for attempt in (0, 1)
         for place in rewards
     ]
+    played += [Trajectory(TASKS[place], place, 2) for place in (0, 3)]
     assert mifo.missed(played, threshold) == [TASKS[place] for place in places]
 
 

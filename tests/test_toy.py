@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import binpack
 from tasks.format import Action, Call
+from tools import bm25
 from toy import base_model, language, world
 
 
@@ -183,13 +184,13 @@ def test_a_build_is_repeatable_and_reused_and_loads_with_transformers(form, tmp_
 def test_another_recipe_is_another_name(tmp_path, monkeypatch):
     """Another seed, other steps, and a change of any of the files that the model follows from."""
     made = {base_model.recipe(seed, steps) for seed in (0, 1) for steps in ((1, 1), (2, 1))}
-    for module in (binpack, world, language, base_model):
+    for module in (binpack, bm25, world, language, base_model):
         changed = tmp_path / f"{module.__name__}.py"
         changed.write_text(Path(module.__file__).read_text() + "# changed\n")
         with monkeypatch.context() as patch:
             patch.setattr(module, "__file__", str(changed))
             made.add(base_model.recipe(0, (1, 1)))
-    assert len(made) == 4 + 4
+    assert len(made) == 4 + 5
 
 
 def test_the_loss_sees_trained_tokens_only(library, form, monkeypatch):

@@ -31,16 +31,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import binpack
 from atomic import made_once
-from tools import search
+from tools import bm25, search
 from toy import language, world
 
-CAPACITY = 64  # tokens of documents in a System 1 chunk
+CAPACITY = 64  # tokens of documents in a demonstration's chunk; a run's chunk holds about 69
 DOCUMENTS = 3  # results of each search
 STEPS = (600, 120)  # training steps in stage A and in stage B
 
 Pieces = list[tuple[str, bool]]  # words, and whether the model is trained on them
-Sample = tuple[list[int], list[bool]]  # token ids and their mask
-Source = Callable[[], list[Sample]]  # returns a new batch at each call
+Encoded = tuple[list[int], list[bool]]  # token ids and their mask
+Source = Callable[[], list[Encoded]]  # returns a new batch at each call
 
 
 # ------------------------------------------------------------------- demonstrations
@@ -63,6 +63,7 @@ HABITS = Habits(guess=0.15, specific=0.6, second_hop=0.75, compute=0.75, faithfu
 # System 1's demonstrations in stage B use this instead of HABITS.distil. At 0.5 System 1 learned
 # in some runs to say "none ." about facts in its chunk, since most chunks lack the wanted fact.
 DISTIL = 0.7
+SPECIFIC = 0.75  # used in the same place instead of HABITS.specific
 # Share of stage A's questions that ask for an employer, beside those of world.draw_plan. Only 6 %
 # of those do, and one base model then gave the right firm a probability of 0.04 (seed 4).
 EMPLOYERS = 0.2
@@ -259,7 +260,7 @@ def habit_chunk(library: Library, rng: random.Random) -> Pieces:
     if holding and rng.random() < 0.5:
         chunks = holding
     chunk = rng.choice(chunks)
-    specific = rng.random() < 0.75
+    specific = rng.random() < SPECIFIC
     purpose = purpose_of(name, attribute, specific)
     if not specific and rng.random() < 0.2:
         purpose = ""  # the prompt of --no-purpose
@@ -271,7 +272,7 @@ def habit_chunk(library: Library, rng: random.Random) -> Pieces:
 # ------------------------------------------------------------------------- training
 
 
-def encode(pieces: Pieces, ids: dict[str, int]) -> Sample:
+def encode(pieces: Pieces, ids: dict[str, int]) -> Encoded:
     """The token ids of the pieces, and the mask of those that the model is trained on."""
     words = [(word, trained) for text, trained in pieces for word in text.split()]
     return [ids[word] for word, _ in words], [trained for _, trained in words]
@@ -280,7 +281,7 @@ def encode(pieces: Pieces, ids: dict[str, int]) -> Sample:
 PART = 6  # samples in one forward pass
 
 
-def backward(model: Qwen3ForCausalLM, samples: list[Sample]) -> float:
+def backward(model: Qwen3ForCausalLM, samples: list[Encoded]) -> float:
     """Returns the mean cross-entropy of the samples' trained tokens, and adds its gradient.
 
     Samples of similar length go together: they need little padding, and the activations of a small
@@ -393,14 +394,14 @@ def build(
     *,
     name: str = "base",
     make: Callable[..., tuple] = make_base,
-    file: str = __file__,
+    files: tuple[str, ...] = (),
 ) -> Path:
     """The base model's Hugging Face folder, from the cache; else it is made in three CPU minutes.
 
     steps: training steps of both stages. Another method's toy passes its name, its `make` (seed,
-    *steps -> model, tokenizer) and its file. Raises UserError if the cache cannot be written.
+    *steps -> model, tokenizer) and its files. Raises UserError if the cache cannot be written.
     """
-    folder = Path(cache) / f"toy-{name}-{recipe(seed, steps, file)}"
+    folder = Path(cache) / f"toy-{name}-{recipe(seed, steps, *files)}"
     return cached(folder, lambda: make(seed, *steps))
 
 
@@ -415,9 +416,9 @@ def cached(folder: Path, make: Callable[[], tuple]) -> Path:
 
 
 def recipe(seed: int, steps: tuple[int, int], *more: str) -> str:
-    """A hash of everything that the base model depends on; `more` are further files."""
+    """A hash of the seed, the steps, and our files that the model follows from, `more` included."""
     digest = hashlib.sha256(repr((seed, steps)).encode())
-    modules = binpack.__file__, world.__file__, language.__file__, __file__
-    for file in dict.fromkeys((*modules, *more)):
+    modules = binpack.__file__, bm25.__file__, world.__file__, language.__file__, __file__
+    for file in (*modules, *more):
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:12]

@@ -104,8 +104,8 @@ class ToyFormat:
 
     def observation(self, notes: list[Sequence[int]], *, final: bool = False) -> list[int]:
         """`<resp> note note … <eot>`. `final` adds <answer>, after which only an answer fits."""
-        words = [token for note in notes for token in note]
-        tokens = [self.control["<resp>"], *words, self.eot]
+        ids = [token for note in notes for token in note]
+        tokens = [self.control["<resp>"], *ids, self.eot]
         if final:
             tokens.append(self.control["<answer>"])
         return tokens
@@ -138,7 +138,7 @@ class ToyFormat:
         return Action(answer=" ".join(words))
 
     def read_call(self, words: list[str]) -> Action:
-        """The words after <call>: a tool, its argument, and the purpose, which Python needs not."""
+        """The words after <call>: a tool, its argument, and the purpose (not for Python)."""
         if not words or words[0] not in self.tools:
             return Action(error=f"unknown tool; the tools are {', '.join(self.tools)}")
         tool, *rest = words
