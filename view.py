@@ -22,6 +22,9 @@ def main(arguments: list[str]) -> int:
         show(str(pages.of_run(options.run, steps=options.steps)))
     except UserError as error:
         return fail(error)
+    except KeyboardInterrupt:
+        fail("interrupted; each picture is the new one or the old one, so start again")
+        return 130
     return 0
 
 

@@ -25,6 +25,7 @@ import math
 import os
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
 from tasks.chat import ChatFormat, is_mark, render
 from tasks.questions import Question
-from tools import Tool
+from tools import Tool, show
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Batch = dict[str, list[Sample]]  # role -> its samples; one batch is one optimizer step
@@ -207,14 +208,18 @@ def from_file(options: WarmStart) -> Batches:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--data: cannot read JSON lines in {path} ({error})") from None
-    talks = [
-        read_line(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()
-    ]
+    places = {f"{path}, line {n}": line for n, line in enumerate(lines, 1) if line.strip()}
+    talks = {place: read_line(line, place) for place, line in places.items()}
     if not talks:
         raise UserError(f"{path} holds no demonstration")
 
     def batches(tokenizer) -> Iterator[Batch]:
-        samples = [sample for talk in talks for sample in samples_of(talk, tokenizer)]
+        samples = []
+        for place, talk in talks.items():
+            try:
+                samples += samples_of(talk, tokenizer)
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from None
         rng = random.Random(f"warm start {options.seed}")
         rounds = (rng.sample(samples, len(samples)) for _ in itertools.count())
         stream = itertools.chain.from_iterable(rounds)
@@ -232,7 +237,9 @@ def read_line(line: str, place: str) -> list[dict] | dict:
     try:
         record = json.loads(line)
         if record.keys() == {"role", "ids", "texts"}:
-            return record
+            sampled = [logbook.unpack_ids(piece) for piece in record["ids"]][1::2]
+            if any(sampled) and isinstance(record["role"], str):
+                return record
         messages = record["messages"]
         json.dumps(messages, ensure_ascii=False).encode()  # ValueError for a lone surrogate
         # A template might ignore any other field of a message.
@@ -243,12 +250,13 @@ def read_line(line: str, place: str) -> list[dict] | dict:
             for message in messages
         )
         is_valid = is_valid and messages[-1]["role"] == "assistant"
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error):
         is_valid = False
     if not is_valid:
         raise UserError(
             f'{place}: it is not {{"messages": [{{"role": …, "content": …}}, …]}} and nothing '
-            f"else, with the roles {', '.join(ROLES)}, and with the assistant's words at the end"
+            f"else, with the roles {', '.join(ROLES)}, and with the assistant's words at the end, "
+            "nor a whole context of --from_run"
         )
     return messages
 
@@ -292,7 +300,6 @@ def samples_of(messages: list[dict] | dict, tokenizer) -> list[Sample]:
 
 def from_run(run: Path) -> list[dict]:
     """The contexts of a run's right attempts at training questions, without repetitions."""
-    tokenizer = models.load_tokenizer(run / "checkpoint")
     keys = {}  # (role, *ids) -> None, in the order of the files
     for path in folders.rollout_files(run).values():
         for record in folders.read_lines(path):
@@ -300,6 +307,7 @@ def from_run(run: Path) -> list[dict]:
                 keys |= dict.fromkeys((c["role"], *c["ids"]) for c in contexts_of(record))
     if not keys:
         raise UserError(f"{run} holds no right attempt at a training question with its token ids")
+    tokenizer = models.load_tokenizer(run / "checkpoint")
     # The texts are for human readers. Later they show whether a tokenizer is the run's.
     return [{"role": role, "ids": ids, "texts": texts_of(ids, tokenizer)} for role, *ids in keys]
 
@@ -344,16 +352,19 @@ def main(arguments: list[str]) -> int:
         if options.from_run:
             contexts = from_run(Path(options.from_run))
             folders.write_whole(out, folders.as_lines(contexts))
-            print(f"{len(contexts)} contexts written to {out}: learn them with --data {out}")
+            show(f"{len(contexts)} contexts written to {out}: learn them with --data {out}")
             return 0
         batches = from_file(options)
-        made_once(out, lambda path: train(options, batches, path))
+        trained = []
+        made_once(out, lambda path: trained.append(train(options, batches, path)))
+        if not trained:  # another process made the folder while this one waited
+            raise UserError(f"{out} exists: choose another --out")
+        show(f"written to {out}: use it with --model {out}")
     except UserError as error:
         return fail(error)
     except KeyboardInterrupt:
         fail("interrupted; no half-written folder is left, so start again")
         return 130
-    print(f"written to {out}: use it with --model {out}")
     return 0
 
 

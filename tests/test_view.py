@@ -3,6 +3,7 @@
 import html.parser
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -182,7 +183,7 @@ def test_curves_draw_all_that_was_logged(tmp_path, monkeypatch, draw):
     assert wrong == {"System 2": [1, 2], "Read $\\x$": [1, 4]}
 
 
-def test_the_command_prints_both_paths_or_one_sentence(tmp_path, capsys):
+def test_the_command_prints_both_paths_or_one_sentence(tmp_path, capsys, monkeypatch):
     run = fake_run(tmp_path / "run", steps=2)
     assert view.main([str(run)]) == 0
     assert capsys.readouterr().out.split() == [f"{run}/curves.png", f"{run}/trajectories.html"]
@@ -190,3 +191,6 @@ def test_the_command_prints_both_paths_or_one_sentence(tmp_path, capsys):
         assert view.main(line) == 2
         *_, error = capsys.readouterr().err.splitlines()
         assert error.startswith("mars: ") and said in error
+    monkeypatch.setattr(curves, "of_run", Mock(side_effect=KeyboardInterrupt))
+    assert view.main([str(run)]) == 130
+    assert capsys.readouterr().err.startswith("mars: interrupted")

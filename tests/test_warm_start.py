@@ -1,6 +1,10 @@
 """Warm start: the gradient is that of cross-entropy, and only the assistant's words are learned."""
 
+import base64
 import json
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -36,6 +40,7 @@ TALK = [
     {"role": "user", "content": "ada baker"},
     {"role": "assistant", "content": "ada"},
 ]
+PIECE = base64.b64encode(zlib.compress(bytes(40))).decode()  # ten token ids
 
 
 def batch_of(samples):
@@ -124,6 +129,10 @@ def test_a_line_that_a_model_could_not_learn_as_it_is_is_named(tmp_path):
         {"messages": [asked, answered, asked]},
         [],
         "[" * 100_000,
+        {"role": "sys2", "ids": [PIECE, PIECE[:-6]], "texts": ["a", "a"]},
+        {"role": "sys2", "ids": [PIECE, "AAAA"], "texts": ["a", "a"]},
+        {"role": "sys2", "ids": [PIECE], "texts": ["a"]},  # nothing was sampled
+        {"role": ["sys2"], "ids": [PIECE, PIECE], "texts": ["a", "a"]},
     ):
         line = line if isinstance(line, str) else json.dumps(line)
         path.write_text(json.dumps({"messages": TALK}) + f"\n{line}\n")
@@ -224,6 +233,29 @@ def test_a_demonstration_longer_than_the_model_is_refused(command, tmp_path, cap
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": talk}))
     assert command() == 2
     assert "2048 positions, fewer than one context of" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):
+    assert warm_start.main([f"--from_run={tmp_path}/absent", f"--out={tmp_path}/demos"]) == 2
+    assert "absent holds no right attempt" in capsys.readouterr().err
+
+
+def test_a_line_that_does_not_suit_the_model_is_named(command, tmp_path, capsys):
+    with open(tmp_path / "data.jsonl", "a") as file:
+        file.write(json.dumps({"messages": [TALK[1] | {"content": "<|im_end|>"}, TALK[2]]}))
+    assert command() == 2
+    assert "data.jsonl, line 2: a text contains a mark" in capsys.readouterr().err
+
+
+def test_a_folder_that_another_process_wrote_meanwhile_is_not_this_one_s(command, tmp_path, capsys):
+    """Its options were others, and this process has trained nothing."""
+    os.mkfifo(tmp_path / "late")
+    with ThreadPoolExecutor() as pool:
+        code = pool.submit(command, data=tmp_path / "late")
+        with open(tmp_path / "late", "w") as file:  # opens when the command reads it
+            (tmp_path / "warm").mkdir()
+            file.write(json.dumps({"messages": TALK}))
+    assert code.result() == 2 and "exists" in capsys.readouterr().err
 
 
 def test_fp32_on_cuda_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
