@@ -25,7 +25,7 @@ AnySampler = Sampler | vllm.Remote
 
 @dataclass
 class ToolCall:
-    """A function that runs in its own daemon thread, and the future that waits for its outcome.
+    """A function that runs in its own daemon thread, and the future that gets its outcome.
 
     A thread that has not returned at its deadline is abandoned. It does not keep the process alive.
     """
@@ -176,7 +176,7 @@ class Driver:
 
     def _start_calls(self) -> None:
         """Starts queued calls. Calls that were abandoned at their deadline do not count."""
-        under_way = sum(call.outcome is None for call in self.running)
+        under_way = sum(not call.over() for call in self.running)
         while self.queued and under_way < self.max_calls:
             call = self.queued.popleft()
             call.start(self.finished)

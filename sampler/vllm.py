@@ -72,8 +72,8 @@ class Server:
         """The version of the weights that it has now."""
         return str(self.send("/weight_info").json()["weight_version"])
 
-    def load(self, folder: str) -> None:
-        """Loads the weights in a folder."""
+    def load(self, folder: str, check: Callable[["Server"], None]) -> None:
+        """Loads the weights in a folder. They have a version only if `check` raises nothing."""
         self.send("/pause?mode=wait", {})
         reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         results = self.send("/collective_rpc", reload).json()["results"]
@@ -81,6 +81,7 @@ class Server:
             raise ValueError(f"its answer to a reload is {results!r:.200}")
         self.send("/reset_prefix_cache", {})
         self.send("/resume", {})
+        check(self)
         # The version comes last, so that an interrupted load does not count. Each load has a new
         # version, so that an answer that was sampled before and after a load does not count either.
         version = f"{folder}@{time.time_ns()}"
@@ -265,8 +266,7 @@ class Remote:
             if not always and not server.version.startswith(f"{self.folder}@"):
                 server.version = server.weight_version()
             if always or not server.version.startswith(f"{self.folder}@"):
-                server.load(self.folder)
-                self._check(server)
+                server.load(self.folder, self._check)
             return server.version
 
     def _check(self, server: Server) -> None:

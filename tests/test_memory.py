@@ -101,8 +101,10 @@ class Live(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("kind, recompute", [("qwen3", False), ("qwen2", True)])
-def test_a_micro_batchs_peak_is_at_most_the_plans_and_not_far_below(kind, recompute):
+@pytest.mark.parametrize(
+    "kind, recompute, bf16", [("qwen3", False, "off"), ("qwen2", True, "off"), ("qwen3", True, "on")]
+)
+def test_a_micro_batchs_peak_is_at_most_the_plans_and_not_far_below(kind, recompute, bf16):
     """2,000 tokens in samples of 100, of which all but the first carry loss."""
     model = new(kind)
     samples = []
@@ -113,7 +115,8 @@ def test_a_micro_batchs_peak_is_at_most_the_plans_and_not_far_below(kind, recomp
         samples.append(sample)
     (batch,) = trainer.micro_batches(samples, weigh(samples, {"sys2": 20}), 2000, CPU)
     options = {"recompute_activations": recompute}
-    policy = trainer.Policy(model, bf16=False, **options)
+    policy = trainer.Policy(model, bf16=bf16 == "on", **options)
+    options["bf16"] = bf16
     trainer.backward(policy, [batch], **OBJECTIVE)  # the gradients are there from now on
     with Live() as live:
         trainer.backward(policy, [batch], **OBJECTIVE)

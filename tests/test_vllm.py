@@ -151,8 +151,8 @@ def test_new_weights_reach_every_server_that_is_not_lost(engine, second, folder,
         assert len(asked(server)) > 20, "conversations are shared out"
         commands = [path for path, _ in server.seen]
         start = commands.index("/pause")
-        order = "/pause /collective_rpc /reset_prefix_cache /resume /update_weight_version"
-        assert commands[start : start + 6] == [*order.split(), "/v1/completions"]
+        order = "/pause /collective_rpc /reset_prefix_cache /resume /v1/completions"
+        assert commands[start : start + 6] == [*order.split(), "/update_weight_version"]
     second.stop()
     sampler.load_weights(folder)
     talks = converse(sampler, temperature=0.0)
@@ -165,6 +165,17 @@ def test_new_weights_reach_every_server_that_is_not_lost(engine, second, folder,
     engine.load = lambda path: None  # vLLM silently keeps its weights if others have another shape
     with pytest.raises(UserError, match=f"{engine.url}.* another model than the run"):
         sampler.load_weights(other)
+
+
+def test_a_load_whose_check_got_no_answer_is_checked_later(engine, second, folder, other):
+    """The second server keeps its former weights, and first its score gets lost."""
+    sampler = connected(engine, second, folder=folder)
+    second.load = lambda path: None
+    score, second.score = second.score, lambda ids: 1 / 0
+    sampler.load_weights(other)
+    second.score = score
+    with pytest.raises(UserError, match=f"{second.url}.* still its former weights"):
+        converse(sampler)
 
 
 def test_a_model_folder_is_written_whole_and_the_newest_two_stay(tmp_path):

@@ -99,8 +99,9 @@ def remove_states(folder: Path, accuracies: Mapping[int, float], every: int) -> 
         for step, path in states.items():
             if step not in steps_to_keep and not (every and step % every == 0):
                 # It is renamed first, so that no half-removed folder counts as a state.
-                path = path.rename(path.with_name(f".{path.name}.former"))
-                shutil.rmtree(path, ignore_errors=True)
+                path.rename(path.with_name(f".{path.name}.former"))
+        for former in (folder / "state").glob(".*.former"):  # a killed process may have left one
+            shutil.rmtree(former, ignore_errors=True)
 
 
 def all_finite(policy: nn.Module, optimizer) -> bool:

@@ -82,9 +82,9 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     size = 2 if uses_bf16(config, kind == "cuda") else 4  # bytes per number in products
     D, heads, layers = shape.hidden_size, shape.num_attention_heads, shape.num_hidden_layers
     head = head_size(shape)
-    keys = head * (getattr(shape, "num_key_value_heads", None) or heads)
+    kv_width = head * (getattr(shape, "num_key_value_heads", None) or heads)
     samplers = (not config.server) + bool(config.frozen())  # Frozen roles have a second sampler.
-    token = 2 * layers * keys * (2 if kind == "cuda" else 4)
+    token = 2 * layers * kv_width * (2 if kind == "cuda" else 4)
     copy = size * weights
     if kind == "cpu":  # A second copy has oneDNN's layout. Each has the head in fp32 (4 bytes) too.
         copy = 2 * (copy + 4 * shape.vocab_size * D)
@@ -107,10 +107,10 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
     # A micro-batch has the activations of all layers, and beside them either the logits or the
     # temporary tensors of one layer's backward pass.
     no_autocast = config.fsdp or adapters  # Then autocast converts at most the adapters.
-    width = D + (getattr(shape, "intermediate_size", None) or 4 * D) + head * heads + keys
+    width = D + (getattr(shape, "intermediate_size", None) or 4 * D) + head * heads + kv_width
     bytes_per_width = ACTIVATION_BYTES[0 if size == 4 else 1 + no_autocast]
     token_bytes = bytes_per_width * width + 7 * size * config.lora_rank  # in one layer
-    token_bytes += MAX_KEYS_PER_TOKEN * 2 * size * keys  # gathered keys and values
+    token_bytes += MAX_KEYS_PER_TOKEN * 2 * size * kv_width  # gathered keys and values
     tokens = max(config.micro_tokens, longest) if can_pack(shape) else longest
     layer_bytes = tokens * token_bytes
     if config.recompute_activations:
