@@ -17,7 +17,7 @@ from config import UserError
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, in one line: as the system says it, or as its error does."""
+    """Why something failed, in one line: the system's text, or else the error's own."""
     text = getattr(error, "strerror", None) or str(error).strip()
     if not text or isinstance(error, KeyError):  # the text of a KeyError is the key alone
         text = repr(error)

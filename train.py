@@ -195,7 +195,7 @@ def update(run: Run, terms: dict[str, list[Sample]], step: int) -> dict:
         stats = trainer.backward(run.policy, batches, **objective)
         if inner == 0:
             mismatch_kl = check_mismatch(run, batches, stats, samples)
-        norms.append(trainer.gradient_norm(run.policy, MAX_NORM))
+        norms.append(trainer.clip_gradient(run.policy, MAX_NORM))
         # Loss and norm are over all ranks, so that all ranks skip the update or none does.
         loss = sum(float(numbers["loss"]) for numbers in stats)
         if math.isfinite(norms[-1]) and math.isfinite(sum_over_ranks({"loss": loss})["loss"]):

@@ -127,7 +127,7 @@ def learn(
     )
     optimizer.zero_grad(set_to_none=True)
     stats = trainer.backward(policy, micro_batches, on_policy=True, temperature=1.0)
-    if not math.isfinite(trainer.gradient_norm(policy, 1.0)):
+    if not math.isfinite(trainer.clip_gradient(policy, 1.0)):
         raise UserError("the gradient is not finite; lower --lr")
     optimizer.step()
     losses = dict.fromkeys(batch, 0.0)

@@ -186,7 +186,7 @@ def make_step(
     def step() -> tuple[float, int, float]:
         optimizer.zero_grad(set_to_none=True)
         loss, computed = run()
-        norm = trainer.gradient_norm(model, 1.0)
+        norm = trainer.clip_gradient(model, 1.0)
         if cuda:
             optimizer.step()
         return loss, computed, norm

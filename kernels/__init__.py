@@ -1,4 +1,4 @@
-"""Custom kernels. Each file has a plain PyTorch reference, a Triton form, and the derivation.
+"""Custom kernels. Those in Triton have a plain PyTorch reference and the derivation too.
 
     linear_loss      LM head, log-prob, GRPO loss and its gradients without the logits in memory
     paged            decode attention over a paged KV cache
@@ -7,10 +7,11 @@
     decode           norm, rotary embedding with cache write, SiLU product of a decode step
 
 Read `decode.silu_mul` first: it is short, and has all the parts of the other kernels. Training
-calls linear_loss. backend.py chooses the form that runs.
+calls linear_loss, varlen and products. backend.py chooses the form that runs.
 
-The package imports only torch, triton, grpo and config.UserError. Hugging Face's package `kernels`
-must not be installed, because transformers would then look for its functions in this folder.
+The package imports only torch, triton, flash-attn, grpo and config.UserError. Hugging Face's
+package `kernels` must not be installed, because transformers would then look for its functions in
+this folder.
 """
 
 from kernels.backend import triton, use_triton

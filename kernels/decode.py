@@ -1,4 +1,4 @@
-"""The small operations of a decode step as three kernels. A layer needs four launches: two norms.
+"""The small operations of a decode step as three kernels. A layer has two norms: four launches.
 
     add_rms_norm          residual ← residual + x
                           normed = weight · residual / √(mean(residual²) + eps)

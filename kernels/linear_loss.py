@@ -2,12 +2,12 @@
 
 For each loss token, with hidden state h [D], head W [V, D], target y and temperature τ:
 
-    z = W h / τ ,   logp = z_y − lse(z) ,   p = softmax(z) ,   H = −Σ p log p ,   L = Σ w·ℓ(logp)
+    z = W h ,   logp = z_y/τ − lse(z/τ) ,   p = softmax(z/τ) ,   H = −Σ p log p ,   L = Σ w·ℓ(logp)
 
 ℓ is `grpo.grpo_loss` itself, on every device. This file has no second formula of the loss.
 
 Gradient. A token's loss depends on its own log-prob alone, so c = ∂L/∂logp is one number per token.
-Autograd computes it as soon as the token's logits exist. With ∂logp/∂z_j = 1[j = y] − p_j:
+Autograd computes it as soon as the token's logits exist. With ∂logp/∂z_j = (1[j = y] − p_j)/τ:
 
     dz_j = c/τ · (1[j = y] − p_j) ,   ∂L/∂h = Wᵀ dz ,   ∂L/∂W = Σ over tokens dz hᵀ
 
@@ -18,12 +18,12 @@ logits would have to be kept, or computed a second time in a fourth product.
 
 Precision. Logits are fp32. Rounded to bf16 they would change a log-prob by up to 1e-2, enough to
 change clip decisions. dz is rounded to hidden's type for the products; ∂L/∂W is summed in fp32.
-Memory. The fp32 logits of one chunk (dz replaces them) and ∂L/∂W in fp32. Only ∂L/∂h and a few
-numbers per token grow with N.
+Memory. The fp32 logits of one chunk (in the Triton form dz replaces them) and ∂L/∂W in fp32. Only
+∂L/∂h and a few numbers per token grow with N.
 Two runs give the same bits, because one program computes a row and there are no atomic additions.
 
 The Triton form has two kernels, `stats_kernel` for log-prob, entropy and lse, and `gradient_kernel`
-for dz. Each has one program per row, which reads the vocabulary once. The products are cuBLAS.
+for dz. Each has one program per row, which reads the row's logits once. The products are cuBLAS.
 Tests: `pytest tests/test_kernels_loss.py`.
 Accuracy and speed beside other implementations: `python -m bench.gpu --step accuracy`.
 """
@@ -267,7 +267,7 @@ def chunk_by_chunk(
             z = h Wᵀ                            [C, V]
             logp, H, softmax = of z / τ
             c = ∂loss/∂logp                     [C], by autograd through loss_of
-            dz = c/τ · (onehot(y) − softmax)    [C, V], in the memory of z
+            dz = c/τ · (onehot(y) − softmax)    [C, V]
             dh[chunk] = dz W ;  dW += dzᵀ h
     """
     softmax_stats, softmax_gradient = plain_stats, plain_gradient
@@ -335,13 +335,13 @@ def prepare_inputs(hidden, weight, target):
     # An fp64 matrix can only be multiplied with an fp64 matrix.
     fits &= (hidden.dtype == torch.float64) == (weight.dtype == torch.float64)
     fits &= target.dtype == torch.int64
-    check(fits, "linear_grpo_loss", hidden=hidden, weight=weight, target=target)
+    check(fits, "linear_loss", hidden=hidden, weight=weight, target=target)
     if hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"hidden is {hidden.dtype}; fp16 would lose small gradients, use bf16")
     V = len(weight)
     # A kernel would read outside the row. This check waits for the GPU.
     if N and not bool(((target >= 0) & (target < V)).all()):
-        raise ValueError(f"a target is outside the vocabulary of {V} words")
+        raise ValueError(f"a target is outside the vocabulary of {V} tokens")
     return hidden.contiguous(), target.contiguous()
 
 
@@ -359,7 +359,7 @@ def linear_grpo_loss(
     kl_beta=0.0,
     temperature=1.0,
 ):
-    """Σ w·ℓ over the tokens with weight ≠ 0, differentiable in hidden and weight.
+    """Σ w·ℓ over the tokens with token_weight ≠ 0, differentiable in hidden and weight.
 
     hidden [N, D] (after the final norm), weight [V, D] of the LM head, target [N] int64; all others
     [N]. N may be 0: then the loss is 0 and both inputs get zero gradients. A masked token

@@ -18,8 +18,8 @@ the kernel, and each of these measures keeps the memory busy:
 * prefix sharing (Hydragen, cascade attention): rows may have the same pages at the beginning of
   their tables, such as the attempts of one group. Such a range of tokens is read once for all of
   its rows. It adds one more partial result to each row, and the merge treats it like any other.
-  With R rows, a shared prompt of P tokens and S tokens of each row alone, the kernel reads P + R·S
-  tokens in place of R·(P + S).
+  With B rows, a shared prompt of P tokens and S tokens of each row alone, the kernel reads P + B·S
+  tokens in place of B·(P + S).
 * double buffers: one block of keys and values is loaded while the block before it is multiplied.
 * full waves: the number of splits is chosen so that the last wave of programs fills the GPU too.
 * The launch depends on shapes alone and on no value on the GPU, so a CUDA graph can hold it. A
@@ -244,10 +244,10 @@ def max_rows_of_range(heads_per_key):
 
 
 def own_ranges(lengths):
-    """The ranges [B, 5] of rows that share nothing, at level 0."""
+    """The ranges [B, 5] of rows that share nothing."""
     row = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
     zero = torch.zeros_like(row)
-    return torch.stack((row, row + 1, zero, lengths, zero), 1)
+    return torch.stack((row, row + 1, zero, lengths, zero + LEVELS), 1)
 
 
 def triton_paged_attention(
@@ -306,11 +306,11 @@ def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, kv_rang
     ValueError if the shapes or types do not fit.
 
     kv_ranges [R + B, 5] int32 cover the tokens of all rows; they change the time only. For a range
-    (begin, end, first, last, level) the kernel reads tokens first:last once for rows begin:end.
-    The first R ranges are shared. Such a range has at most max_rows_of_range rows and covers whole
+    (begin, end, first, last, level) the kernel reads tokens first:last once for rows begin:end. The
+    first R ranges are shared. Such a range has at most max_rows_of_range rows and covers whole
     pages, the same ones in each row. Its level, less than LEVELS, is the number of shared ranges
-    before it. The last B ranges have one row each, the tokens that no shared range covers, and
-    level LEVELS. A range of zeros is unused.
+    before it in its rows. The last B ranges have one row each, the tokens that no shared range
+    covers, and level LEVELS. A range of zeros is unused.
     """
     by_triton = use_triton(q)
     B, Hq, Dh = q.shape
@@ -326,7 +326,7 @@ def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, kv_rang
         and q.dtype == k_pages.dtype == v_pages.dtype
     )
     if kv_ranges is not None:
-        fits &= kv_ranges.shape == (max(B, len(kv_ranges)), RANGE_FIELDS)
+        fits &= len(kv_ranges) >= B and kv_ranges.shape[1:] == (RANGE_FIELDS,)
         fits &= kv_ranges.dtype == torch.int32
     if by_triton:
         types = [torch.float32, torch.float16]

@@ -1,8 +1,8 @@
 """The fp32 products of a CPU: PyTorch's own, or oneDNN's on processors where they are faster.
 
 PyTorch multiplies fp32 matrices on x86 by Intel's MKL. On processors that are not Intel's, MKL uses
-AVX2 and not AVX-512, which is twice as wide. oneDNN is part of PyTorch and uses AVX-512 there. All
-products are exact fp32: none is rounded to bf16.
+AVX2 and not AVX-512, which is twice as wide. oneDNN is part of PyTorch and uses AVX-512 there. No
+input of a product is rounded to bf16.
 
 y = x Wᵀ + b ,   ∂L/∂x = dy W ,   ∂L/∂W = dyᵀ x ,   ∂L/∂b = Σ over tokens dy
 

@@ -49,7 +49,7 @@ def varlen_attention(q, k, v, bounds: tuple[Tensor, Tensor, int, int], scale) ->
 def choose_flash_attention(q: Tensor) -> Callable | None:
     """flash-attn 4, else flash-attn 2, else None: PyTorch's varlen_attn.
 
-    Version 4 is for Hopper (9.x) and Blackwell (10.x). Both take head sizes of up to 128.
+    Version 4 is for Hopper (9.x) and Blackwell (10.x), and takes head sizes of up to 128.
     """
     if flash_attn_4 and q.shape[-1] <= 128:
         if torch.cuda.get_device_capability(q.device)[0] in (9, 10):

@@ -137,7 +137,7 @@ def build(
     )
     if run.rank == 0:
         print(
-            f"model {start} on {run.device}, {run.ranks} process(es), sampler: {sampler.path}; "
+            f"model {start} on {run.device}, {run.ranks} process(es), sampler: {sampler.label}; "
             f"tools: {', '.join(tool.name for tool in run.tools)}; reward: {config.grader}\n"
             f"{run.memory}",
             flush=True,

@@ -1,7 +1,8 @@
 """Sampling with a paged KV cache.
 
 Read engine.py first, then request.py, scheduler.py, pages.py, plan.py, model.py, attention.py and
-draws.py; graphs.py is for CUDA alone. vllm.py offers what Sampler offers, and samples on servers.
+draws.py; graphs.py is for CUDA alone. vllm.py samples on servers, with the methods that the driver
+calls.
 """
 
 from sampler.draws import hash64

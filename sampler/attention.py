@@ -62,8 +62,8 @@ def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, scale: 
 # ---------------------------------------------------------------- decode on a CPU
 
 
-# Shared pages are read once only if that saves `attend_apart` this many numbers (measured): tokens
-# · query heads · head size.
+# Shared pages are read together only if that saves `attend_apart` this many numbers (measured):
+# tokens · query heads · head size.
 LEAST_NUMBERS = 200_000
 
 
@@ -141,7 +141,7 @@ def take(pages: Tensor, numbers: Tensor | range) -> Tensor:
 
 def cascade(q, k_pages, v_pages, batch, scale):
     """Decode attention on a CPU, in the cache's type; q [B, Hq, Dh]."""
-    plan = batch.plan = batch.plan or plan_cascade(q, k_pages, batch)
+    batch.plan = plan = batch.plan or plan_cascade(q, k_pages, batch)
     queries = q[: plan.rows].to(k_pages.dtype)
     for shared, numbers in plan.shared:
         rows = slice(shared.begin, shared.end)
@@ -247,7 +247,8 @@ def packed_plan(batch: Batch, page_size: int) -> tuple[Tensor, tuple[Tensor, Ten
 
 def packed_attention(q, k_pages, v_pages, batch, scale):
     """One variable-length launch over the rows' gathered keys and values."""
-    slots, bounds = batch.plan = batch.plan or packed_plan(batch, k_pages.shape[1])
+    batch.plan = batch.plan or packed_plan(batch, k_pages.shape[1])
+    slots, bounds = batch.plan
     keys = k_pages.flatten(0, 1)[slots]  # [keys, Hkv, Dh]
     values = v_pages.flatten(0, 1)[slots]
     return kernels.varlen_attention(q, keys, values, bounds, scale)

@@ -2,8 +2,8 @@
 
 The t-th new token of a request is drawn with a uniform number that is hashed from the request's
 seed and t. A random generator has a state, which would make a draw depend on earlier draws.
-Departure from the textbook: a draw needs one uniform number, whose place in the cumulative
-distribution is the token (inverse transform sampling). The usual implementation draws V numbers.
+A draw needs one uniform number, whose place in the cumulative distribution is the token (inverse
+transform sampling). Most engines draw V numbers.
 
 Shapes: B rows, V vocabulary. Tests: pytest tests/test_sampler.py -k "draw or uniform or top_p"
 """
@@ -89,9 +89,9 @@ def sample_token(
 def draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draws an index per row, with probabilities proportional to weights [B, n].
 
-    Returns the indices [B], at which the running sum of the weights exceeds u times their total,
-    and new uniform numbers in [0, 1) [B]: the relative place of u · total within that weight. An
-    index of weight 0 is never drawn.
+    Returns the first indices [B] at which the running sum of the weights exceeds u times their
+    total, and new uniform numbers in [0, 1) [B]: the relative place of u · total within that
+    weight. An index of weight 0 is never drawn.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     threshold = uniforms[:, None] * cumulative[:, -1:]

@@ -1,7 +1,7 @@
 """The sampler: a paged KV cache and continuous batching in plain PyTorch.
 
 The keys and values of all conversations are in one pool of pages. A conversation has a block table
-and keeps it between its turns. Conversations whose prompts have a common beginning share its full
+and keeps it between its turns. Conversations whose prompts have a common beginning share its
 pages (prefix sharing). A step has three parts: schedule (scheduler.py gives rows and pages to
 requests), run (this file: a packed prefill, then one token for every row that is ready) and
 postprocess (append the tokens and end the requests that are complete).
@@ -20,7 +20,7 @@ step later (`overlap`). The host launches step n + 1 and then reads the tokens o
 stopped at step n, its token of step n + 1 is discarded. Batches are padded to a few sizes, and the
 CUDA graph of that size is replayed (`buckets`). Without CUDA, batches are padded only in tests.
 
-A Sampler cannot be used after an exception, and Ctrl-C is one.
+A Sampler cannot be used after an exception in `step`, and Ctrl-C is one.
 
 Tests: pytest tests/test_sampler.py tests/test_scheduler.py tests/test_pages.py
 Speed: python -m bench.gpu --step decode
@@ -62,7 +62,7 @@ class Sampler:
     overlap, buckets: see the head of this file (default: on CUDA only).
     """
 
-    path = "own pages"  # the name of this sampler in a run's first line
+    label = "own pages"  # the name of this sampler in a run's first line
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Sampler:
 
     @property
     def busy(self) -> bool:
-        """Whether step() has not returned every request yet."""
+        """Whether step() has still to return a request."""
         return bool(self.scheduler.requests or self.scheduler.finished)
 
     @property
@@ -155,7 +155,7 @@ class Sampler:
         self.scheduler.close(conversation)
 
     def lend_pool(self) -> None:
-        """Frees pool and graphs until the next step, which prefills open conversations again."""
+        """Frees pool and graphs until the next step; conversations in use are prefilled again."""
         self._postprocess()
         self.scheduler.release_all()
         self.pool = self.graphs = None

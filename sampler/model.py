@@ -1,8 +1,8 @@
 """The transformer of Qwen2, Qwen3, Llama and similar models, over a paged KV cache.
 
-It has an inference copy of the weights, in which queries, keys and values are one product, and gate
-and up are one product. SmolLM2 is a Llama. Mistral without a sliding window is a Llama too. SmolLM3
-has layers without rotary embedding. `refusal` gives the reason why another model cannot run
+`Model` has an inference copy of the weights, in which queries, keys and values are one product, and
+gate and up are one product. SmolLM2 is a Llama. Mistral without a sliding window is a Llama too.
+SmolLM3 has layers without rotary embedding. `refusal` gives the reason why another model cannot run
 here; a server can sample it (`--server`).
 
 Departure from the textbook: `fill` computes no output. The sampler prefills all tokens of a context
@@ -25,7 +25,7 @@ from kernels.paged import HEAD_SIZES
 from sampler.attention import attention, cache_dtype
 from sampler.plan import Batch
 
-# On a CPU, packed weights are faster for at least this many rows (about).
+# On a CPU, packed weights are faster from about this many rows on.
 PACKED_ROWS = 8
 
 
@@ -147,7 +147,7 @@ class Model:
                 )
             weight = self.weights[name].copy_(value)
             if matrix and not cuda and has_packed_products(weight.dtype):
-                # From [out, in].
+                # oneDNN packs [out, in].
                 self.packed[name] = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
 
     def linear(self, x: Tensor, name: str) -> Tensor:
@@ -164,7 +164,7 @@ class Model:
         self.hidden(batch, pool, last=self.layers - 1)
 
     def decode(self, batch: Batch, pool: Tensor) -> Tensor:
-        """Does the same and returns fp32 logits [T, V], which are never rounded to bf16."""
+        """Writes them too, and returns fp32 logits [T, V], which are never rounded to bf16."""
         return self.logits(self.hidden(batch, pool))
 
     def logits(self, hidden: Tensor) -> Tensor:

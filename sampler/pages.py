@@ -86,12 +86,12 @@ class Pages:
         return [tuple(tokens[end - self.size : end]) for end in ends]
 
     def release(self, block_table: list[int], tokens: list[int]) -> None:
-        """Empties the block table of `tokens`. Pages in no other table become free or kept."""
+        """Empties the table of the cached `tokens`. Pages in no other table become free or kept."""
         parent = 0
         for page, content in zip(block_table, self.split(tokens)):
             key = parent, content
             if key not in self.known:
-                self.known.pop(self.keys.get(page), None)  # its key under an older parent, if any
+                self.known.pop(self.keys.get(page), None)  # its key if its parent was evicted since
                 self.known[key] = page, next(self.ids)
                 self.keys[page] = key
             parent = self.known[key][1]
@@ -104,7 +104,7 @@ class Pages:
         block_table.clear()
 
     def forget(self) -> None:
-        """Frees all kept pages, whose contents are of older weights."""
+        """Frees all kept pages, whose contents do not count any more."""
         self.free = sorted([*self.free, *self.kept])
         for index in (self.known, self.keys, self.kept):
             index.clear()

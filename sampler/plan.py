@@ -6,7 +6,7 @@ Tests: pytest tests/test_sampler.py tests/test_attention.py
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,8 +17,8 @@ from kernels.paged import LEVELS, RANGE_FIELDS
 from sampler.draws import hash64, uniform
 from sampler.request import Request
 
-# On CUDA shared pages are read once only if that saves at least this many tokens. By arithmetic,
-# eight rows that start and merge one more split each take as long (TOKENS_PER_START in
+# On CUDA shared pages are read together only if that saves at least this many tokens. By
+# arithmetic, one more split for each of eight rows costs as much (TOKENS_PER_START in
 # kernels/paged.py).
 LEAST_TOKENS = 256
 # (source, target) pages, to be copied in order: a later source may be an earlier target.
@@ -31,14 +31,14 @@ PrefillSpan = tuple[Request, int, int]
 class Rows:
     """The state of each running row as arrays, so that numpy plans hundreds of rows at once.
 
-    While a step is unread, `length` and `draws` are one ahead of the request's tokens.
+    While a step is unread, `length` and `drawn` are one ahead of the request's tokens.
     """
 
     def __init__(self, count: int, pages: int):
         self.free = list(range(count - 1, -1, -1))
         self.block_table = np.zeros((count, pages), np.int32)
         self.length = np.zeros(count, np.int64)  # tokens, with the one that it feeds next
-        self.draws = np.zeros(count, np.int64)  # new tokens so far
+        self.drawn = np.zeros(count, np.int64)  # new tokens so far
         self.seed = np.zeros(count, np.uint64)
         self.temperature = np.zeros(count, np.float32)
         self.top_p = np.ones(count, np.float32)
@@ -52,7 +52,7 @@ class Rows:
         request.row = row
         self.block_table[row, : len(conversation.block_table)] = conversation.block_table
         self.length[row] = len(conversation.tokens)
-        self.draws[row] = len(request.tokens)
+        self.drawn[row] = len(request.tokens)
         self.seed[row] = hash64(request.seed)
         self.temperature[row] = request.temperature
         self.top_p[row] = request.top_p
@@ -70,8 +70,8 @@ class Batch(Generic[Array]):
 
     The scheduler plans it in numpy arrays, and `to` makes them tensors on the device.
     Decode: a row has one token; rows that share pages are neighbours, and padding rows come last.
-    Prefill: row b has lengths[b] tokens, and the last of them are the tokens
-    starts[b]:starts[b + 1] of the batch.
+    Prefill: the tokens starts[b]:starts[b + 1] of the batch are the last of the lengths[b] tokens
+    of row b.
     """
 
     ids: Array | None  # int64 [T]; None while only the device knows them
@@ -85,10 +85,10 @@ class Batch(Generic[Array]):
     plan: Any = None  # attention's, made once for all layers
 
     def to(self, device: torch.device) -> "Batch[Tensor]":
-        arrays = [self.ids, self.positions, self.slots, self.block_table]
-        arrays += [self.lengths, self.kv_ranges]
-        *tensors, ranges = [None if array is None else to_device(array, device) for array in arrays]
-        return Batch(*tensors, self.starts, self.host_lengths, ranges)
+        names = ("ids", "positions", "slots", "block_table", "lengths", "kv_ranges")
+        arrays = {name: getattr(self, name) for name in names}
+        tensors = {name: to_device(x, device) for name, x in arrays.items() if x is not None}
+        return replace(self, **tensors)
 
 
 @dataclass
@@ -165,7 +165,7 @@ def plan_decode(requests: list[Request], state: Rows, page_size: int) -> Decode:
         batch=batch,
         requests=[requests[i] for i in order],
         rows=rows,
-        uniforms=uniform(state.seed[rows], state.draws[rows]),
+        uniforms=uniform(state.seed[rows], state.drawn[rows]),
         temperature=state.temperature[rows],
         top_p=state.top_p[rows],
         fresh=fresh,
@@ -211,9 +211,11 @@ def find_shared_pages(
             shared.append(SharedPages(begin, end, first, last, level))
             first = last
             level += 1
-        for cut in [*(begin + 1 + np.flatnonzero(between == last)), end]:
-            visit(begin, int(cut), first, level)
-            begin = int(cut)
+        # It is cut where neighbours share the fewest pages.
+        cuts = (begin + 1 + np.flatnonzero(between == last)).tolist()
+        for cut in [*cuts, end]:
+            visit(begin, cut, first, level)
+            begin = cut
 
     visit(0, len(block_table), 0, 0)
     return shared

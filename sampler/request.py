@@ -11,7 +11,7 @@ MIN_TOP_P = 1e-6  # A much smaller number would be 0 in fp32 and exclude every t
 
 
 class Lost(Exception):
-    """No server answered a request; the message says why."""
+    """A request has no completion; the message says why."""
 
 
 @dataclass
@@ -32,11 +32,11 @@ class Completion:
 class Conversation:
     """A context that grows: its token ids in order, and the pages of their keys and values.
 
-    age: a smaller number is older. prompt: the tokens of the first request; conversations whose
+    born: a smaller number is older. prompt: the tokens of the first request; conversations whose
     prompts have a common beginning share pages. request: the open request.
     """
 
-    age: int = field(default_factory=itertools.count().__next__)
+    born: int = field(default_factory=itertools.count().__next__)
     tokens: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0

@@ -35,7 +35,7 @@ from sampler.plan import Batch, Copies, Decode, Rows, plan_decode, plan_prefill
 from sampler.request import Completion, Conversation, Request
 
 number_of = attrgetter("number")
-age_of = attrgetter("age")
+birth_of = attrgetter("born")
 prompt_of = attrgetter("prompt")
 
 
@@ -136,7 +136,7 @@ class Scheduler:
     def _youngest_idle(self, excluded: Conversation | None = None) -> Conversation | None:
         """The youngest conversation with pages and without a row, except `excluded`."""
         idle = [holder for holder in self.holders if holder.idle and holder is not excluded]
-        return max(idle, key=age_of, default=None)
+        return max(idle, key=birth_of, default=None)
 
     def _enter(self, request: Request, source: Conversation | None, shared: int) -> Copies:
         """Gives a request its row and pages. The first `shared` tokens are those of `source`."""
@@ -241,8 +241,8 @@ class Scheduler:
             return None
         decode = plan_decode(self.decoding, self.rows, self.pages.size)
         self.rows.length[decode.rows] += 1
-        self.rows.draws[decode.rows] += 1
-        self.decoding = [r for r in self.decoding if self.rows.draws[r.row] < r.max_new_tokens]
+        self.rows.drawn[decode.rows] += 1
+        self.decoding = [r for r in self.decoding if self.rows.drawn[r.row] < r.max_new_tokens]
         return decode
 
     # ---- postprocess

@@ -7,11 +7,11 @@ New weights are written to a folder that the servers can read. vLLM loads a mode
 without an error. So a load counts only if the server's log-probs of a fixed prompt, the probe, are
 those of our own weights. The server stores a new version for each load, and an answer counts only
 if the version is still the same after it. A server that was restarted with other weights has
-another version, so its first answer does not count, and it loads the weights again. All other
-errors in the distribution show in each step's batch (--max_mismatch_kl).
+another version, so its first answer does not count, and it loads the weights again. Any other
+difference of the distributions shows in each step's mismatch_kl (--max_mismatch_kl).
 
-A request that fails (lost connection, timeout, HTTP 429 or 5xx, an answer that is not valid) is
-sent again, to the next server. When its time is over, `Lost` ends its trajectory alone.
+A request that fails (lost connection, timeout, HTTP 408, 429 or 5xx, an answer that is not valid)
+is sent again, to the next server. When its time is over, `Lost` ends its trajectory alone.
 
 Departures from `Sampler`: draws are those of vLLM; with top_p below 1 the log-probs are those of
 the nucleus; the composition of batches depends on when requests arrive.
@@ -146,7 +146,7 @@ class Remote:
 
     servers: list[Server]
     vocabulary: int  # the number of token ids
-    seconds: float  # the time limit of a request, and of loading new weights, with all retries
+    seconds: float  # after which a request, or loading new weights, is not tried again
     parallel: int  # the most requests that are sent at once
     # `write` writes the model's weights and returns their folder, which all servers can read;
     # `score` returns the log-probs of tokens[1:] under these weights. Every rank calls both.
@@ -162,7 +162,7 @@ class Remote:
     pages_in_use = 0  # The servers have the pages.
 
     def __post_init__(self):
-        self.path = f"vLLM at {', '.join(server.url for server in self.servers)}"
+        self.label = f"vLLM at {', '.join(server.url for server in self.servers)}"
         self.positions = min(server.positions for server in self.servers)
         length = min(32, self.positions - 1)
         self.probe = [37 * i % min(self.vocabulary, 1000) for i in range(1, length + 1)]
@@ -297,7 +297,7 @@ class Remote:
         end = time.monotonic() + self.seconds
         for attempt in itertools.count():
             # A conversation uses the same server each time, for its prefix cache.
-            server = self.servers[(request.conversation.age + attempt) % len(self.servers)]
+            server = self.servers[(request.conversation.born + attempt) % len(self.servers)]
             try:
                 return self._ask(server, request, context)
             except UserError:
@@ -307,7 +307,7 @@ class Remote:
                 if isinstance(error, Refused):
                     raise Lost(problem) from None
             server.version = ""  # It may have been restarted.
-            if request.done or attempt and time.monotonic() > end:
+            if request.done or (attempt and time.monotonic() > end):
                 raise Lost(f"no answer within {self.seconds:g} seconds ({problem})")
             time.sleep(PAUSE)
 
@@ -333,9 +333,9 @@ def read_answer(choice: dict, request: Request, vocabulary: int, url: str) -> Co
     for token, logprob in zip(tokens, logprobs, strict=True):
         is_token = type(token) is int and 0 <= token < vocabulary
         if not is_token or not MIN_LOGPROB < logprob <= MAX_LOGPROB:
-            raise ValueError(f"a token {token!r} of log-prob {logprob!r}")
+            raise ValueError(f"it sent token {token!r} with log-prob {logprob!r}")
     stops = [i for i, token in enumerate(tokens) if token in request.stop_ids]
-    if tokens and stops == [len(tokens) - 1]:
+    if stops == [len(tokens) - 1]:
         return Completion(tokens, logprobs, "stop", url)
     if not stops and len(tokens) == request.max_new_tokens:
         return Completion(tokens, logprobs, "length", url)

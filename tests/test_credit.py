@@ -63,7 +63,7 @@ def learner(monkeypatch):
     """A run without a model: train.update calls stand-ins for the trainer."""
     monkeypatch.setattr(train, "trainer", Mock(schedule=trainer.schedule))
     train.trainer.backward.return_value = []
-    train.trainer.gradient_norm.return_value = 1.0
+    train.trainer.clip_gradient.return_value = 1.0
     monkeypatch.setattr(train, "prepare", Mock(return_value=([], [])))
     monkeypatch.setattr(train, "update_metrics", lambda scored, roles: {"loss": 3.0})
     monkeypatch.setattr(train, "logbook", Mock())
@@ -87,7 +87,7 @@ def test_an_update_has_its_rate_and_objective_and_parts_of_whole_questions(learn
     assert found[::2] == found[1::2] == pytest.approx(rates)
     objective = {"clip_low": 0.1, "clip_high": 0.1, "kl_beta": 0.02, "temperature": 0.7}
     assert all(call.kwargs == objective for call in train.trainer.backward.mock_calls)
-    assert {call.args[1] for call in train.trainer.gradient_norm.mock_calls} == {train.MAX_NORM}
+    assert {call.args[1] for call in train.trainer.clip_gradient.mock_calls} == {train.MAX_NORM}
     given = [call.args[1]["sys2"] for call in train.prepare.mock_calls]
     assert [{s.question_index for s in part} for part in given] == [{0, 2}, {1, 3}] * 3
 
@@ -109,7 +109,7 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
     learner.config.inner_steps = 1
 
     def moves(norm: float, loss: float) -> bool:
-        train.trainer.gradient_norm.return_value = norm
+        train.trainer.clip_gradient.return_value = norm
         train.trainer.backward.return_value = [{"loss": loss}]
         learner.optimizer.step.reset_mock()
         moved = not train.update(learner, {}, 0)["skipped_steps"]
@@ -132,7 +132,7 @@ def test_what_is_not_finite_moves_nothing_and_three_in_a_row_end_the_run(learner
 
 def test_a_part_without_a_gradient_takes_no_step(learner):
     """Adam's momentum alone would move the weights; such a part is no failure either."""
-    train.trainer.gradient_norm.side_effect = [0.0, 1.0]
+    train.trainer.clip_gradient.side_effect = [0.0, 1.0]
     assert train.update(learner, {}, 0)["skipped_steps"] == 0
     assert learner.optimizer.step.call_count == 1
 

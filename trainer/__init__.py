@@ -30,8 +30,8 @@ from trainer.memory import memory_plan
 from trainer.policy import (
     Policy,
     backward,
+    clip_gradient,
     compiler_of,
-    gradient_norm,
     logprob,
     make_optimizer,
     parallel,

@@ -31,7 +31,7 @@ def packed_attention(
     packing: MicroBatch,
     **options,
 ):
-    """Attention of each token to the tokens before it in the same sample; never dropout.
+    """Attention of each token to itself and those before it in its sample; never dropout.
 
     q [1, Hq, T, Dh], k and v [1, Hkv, T, Dh] -> ([1, T, Hq, Dh], None). `packing` is the
     micro-batch of the T tokens. A compiled layer passes it on without a look at its lists: code

@@ -1,8 +1,9 @@
 """Micro-batches: samples of any length packed into one row of tokens, without padding.
 
 Departure from the textbook: a batch is not a rectangle. `cu_seqlens` has the boundaries of the
-samples, so attention stays within each of them, and positions restart at 0. The input ends before
-the last sampled token, because that token and the tokens after it predict no loss token.
+samples, so attention stays within each of them, and positions are those in the sample. The input
+ends before the last sampled token, because that token and the tokens after it predict no loss
+token.
 
 A prefix that samples share is input only once (prefixes.py). If a model cannot be packed
 (loading.can_pack), each of its micro-batches is one sample.

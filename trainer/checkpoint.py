@@ -53,8 +53,8 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
     """
     if not all_finite(policy, optimizer):
         raise UserError(
-            f"the weights are not finite after {step} steps, so they were not saved: begin a new "
-            "run from the last state, with --model RUN/checkpoint and a lower --lr"
+            f"weights or moments are not finite after {step} steps, so they were not saved: begin "
+            f"a new run from the last state, with --model {folder}/checkpoint and a lower --lr"
         )
     # Weights and moments are gathered on rank 0, with the names of an unsharded model.
     model = unwrap(policy).model
@@ -76,7 +76,7 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
 
     def write() -> None:
         final = folder / "state" / f"step_{step:06d}"
-        if not (final / "state.json").exists():  # A failed step may save a state a second time.
+        if not (final / "state.json").exists():  # A step that failed may save the same state again.
             write_folder(final, fill)
         link_checkpoint(folder)
 

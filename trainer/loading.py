@@ -75,8 +75,9 @@ def load_shape(path: str | Path):
 def check_positions(path: str | Path, longest: int) -> None:
     """UserError if a model has fewer positions than the longest sample, in tokens.
 
-    Scaled rotary embeddings reach `factor` times the original number of positions. Some configs
-    give the larger number only, others the original one. Without a number there is no limit.
+    Scaled rotary embeddings reach `factor` times the original number of positions. Where a config
+    does not name the original, max_position_embeddings counts as it. Without a number there is no
+    limit.
     """
     config = load_shape(path)
     positions = getattr(config, "max_position_embeddings", None) or math.inf

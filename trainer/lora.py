@@ -132,9 +132,10 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
         if is_adapter or id(value) in ids:
             continue
         ids.add(id(value))
-        weight = gather_full(value)
         if owner in modules and kind == "weight":
             weight = modules[owner].merged_weight().to(value.dtype)
+        else:
+            weight = gather_full(value)
         if is_first():
             weights[name] = weight.cpu().contiguous()
     return weights

@@ -156,7 +156,7 @@ def compile_layers(model, compiler: str) -> None:
     for layer in layers(model):
         layer.forward = torch.compile(layer.forward, backend=compiler, dynamic=True)
     first = layers(model)[0]
-    forward = first.forward  # not wrapped for recomputation yet, which the trial would confuse
+    forward = first.forward  # before recomputation wraps it, which would disturb the trial
 
     def try_compiler(_, inputs, options) -> None:
         hook.remove()
@@ -208,8 +208,9 @@ def unwrap(policy: nn.Module) -> Policy:
 def parallel(policy: Policy, *, fsdp: bool, device) -> nn.Module:
     """The policy for all ranks: unchanged for one process, wrapped in DDP, or sharded by FSDP2.
 
-    FSDP2 keeps fp32 parameters and gathers one layer at a time, in bf16 on CUDA. It moves each
-    layer to `device` and shards it at once. So a model on the CPU is never whole on a GPU.
+    FSDP2 keeps fp32 parameters and gathers one layer at a time, in bf16 if the policy computes so.
+    It moves each layer to `device` and shards it at once. So a model on the CPU is never whole on a
+    GPU.
     """
     if not fsdp and not dist.is_initialized():
         return policy
@@ -239,8 +240,8 @@ def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     stats = []
-    for batch in batches:
-        last = len(stats) == len(batches) - 1
+    for number, batch in enumerate(batches, 1):
+        last = number == len(batches)
         no_sync = hasattr(policy, "no_sync") and not last  # Only DDP has the attribute.
         with policy.no_sync() if no_sync else contextlib.nullcontext():
             loss, batch_stats = policy(batch, **objective)
@@ -249,7 +250,7 @@ def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[
     return stats
 
 
-def gradient_norm(policy: nn.Module, limit: float) -> float:
+def clip_gradient(policy: nn.Module, limit: float) -> float:
     """Clips the gradient's norm to `limit`. Returns the norm over all ranks before clipping."""
     return float(gather_full(nn.utils.clip_grad_norm_(policy.parameters(), limit)))
 

@@ -7,8 +7,8 @@ the prefix that it shares with the sample before it. They attend to that prefix 
 rounding. (On CUDA the gradients of shared keys are sums in bf16, in no fixed order.)
 
 Sharing a prefix of a few tokens, such as the start token, would cost more than it saves. So samples
-without a long common prefix go into different families, and first-fit decreasing packs whole
-families into micro-batches. Without any shared prefix this is plain packing.
+without a long common prefix go into different chains, and first-fit decreasing packs whole
+chains into micro-batches. Without any shared prefix this is plain packing.
 
 Tests: `pytest tests/test_prefixes.py`.
 """
@@ -47,9 +47,9 @@ def pack(inputs: list[list[int]], loss_tokens: list[int], capacity: int) -> list
     micro-batch has at most `capacity` input tokens, `capacity` loss tokens and
     MAX_KEYS_PER_TOKEN · `capacity` keys. A sample over a limit gets its own micro-batch.
     """
-    families = []
+    chains = []
     sizes = []
-    counts = [0, 0, 0]  # of the last family: input tokens, loss tokens, keys / MAX_KEYS_PER_TOKEN
+    counts = [0, 0, 0]  # of the last chain: input tokens, loss tokens, keys / MAX_KEYS_PER_TOKEN
     before = []
     for index in sorted(range(len(inputs)), key=lambda i: inputs[i]):
         current = inputs[index]
@@ -61,13 +61,13 @@ def pack(inputs: list[list[int]], loss_tokens: list[int], capacity: int) -> list
             counts = sums
         else:
             counts = own
-            families.append([])
+            chains.append([])
             sizes.append(0)
-        families[-1].append(index)
+        chains[-1].append(index)
         sizes[-1] = min(capacity, math.ceil(max(counts)))
         before = current
     bins = first_fit_decreasing(sizes, capacity)
-    return [[index for family in sorted(bin) for index in families[family]] for bin in bins]
+    return [[index for chain in sorted(bin) for index in chains[chain]] for bin in bins]
 
 
 def shared_prefix(before: list[int], current: list[int]) -> int:

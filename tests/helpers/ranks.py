@@ -33,7 +33,7 @@ def step(model: Path, out: Path, mode: str) -> None:
     loss = torch.tensor(sum(float(numbers["loss"]) for numbers in stats))
     if dist.is_initialized():
         dist.all_reduce(loss)
-    norm = trainer.gradient_norm(policy, 0.01)  # low enough to clip
+    norm = trainer.clip_gradient(policy, 0.01)  # low enough to clip
     gradients = {
         name: gather_full(parameter.grad)
         for name, parameter in trainer.unwrap(policy).named_parameters()
