@@ -232,8 +232,11 @@ def main(arguments: list[str]) -> int:
     folder = Path(config.runs) / config.name
     try:
         is_finite = all(0 <= number < 1e6 for number in (config.tau, config.strength))
-        if min(config.pages, config.steps) < 1 or not is_finite:
-            raise UserError("--pages and --steps must be at least 1, --tau and --strength finite")
+        if min(config.pages, config.steps) < 1 or not is_finite or not 0 <= config.seed < 1 << 31:
+            raise UserError(
+                "--pages and --steps must be at least 1, --tau and --strength finite, "
+                f"--seed from 0 to {(1 << 31) - 1}"
+            )
         folders.make(folder)
     except UserError as error:
         return fail(error)

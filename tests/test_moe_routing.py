@@ -99,3 +99,4 @@ def test_the_command(tmp_path, capsys):
     assert moe_routing.main(line) == 0
     assert "middle, random experts" in capsys.readouterr().out
     assert (tmp_path / "moe_routing" / "seed-0.json").exists()
+    assert moe_routing.main([*line, "--seed", str(1 << 70)]) == 2
