@@ -70,6 +70,7 @@ class BvpoConfig(solo.SoloConfig):
         """Refuses values that contradict each other, BVPO's own included."""
         super().check(training)
         self.at_least(1, "traces")
+        solo.refuse_others(self, {"group": 8, "advantage": "std"} if training else {})
         if self.alpha > 1 or self.beta == 0:
             raise UserError("--alpha must be at most 1 and --beta above 0")
 

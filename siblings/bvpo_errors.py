@@ -140,18 +140,23 @@ def main(options: type, arguments: list[str]) -> int:
         if count < 1:
             raise UserError("--pairs must be at least 1")
         model, saved = models.find_checkpoint("bvpo", run) if run else (None, {})
-        if run and (saved is None or given.keys() - {"cache"}):
+        read = {"cache"} if run else {"cache", "seed", "model", "beta"}
+        if saved is None or given.keys() - read:
             raise UserError(
-                "measure RUN takes a run of BVPO, --pairs and --cache: leave the rest out"
+                "measure takes --pairs, --cache, and a run of BVPO or --seed, --model and --beta: "
+                "leave the rest out"
             )
         config = options(**(saved | given))
         config.check(training=False)
         start = config.model if config.model != "toy" else toy.build(config.cache, config.seed)
         chat = solo.Language(models.load_tokenizer(start))
         policy, reference = load(model or start), load(start)
+        pairs = [toy.pair("measure", config.seed, i) for i in range(count)]
+        samples = [toy.samples_of(toy.answers(chat, 0, pair)) for pair in pairs]
+        show(measure(policy, reference, samples, config.beta))
     except UserError as error:
         return fail(error)
-    pairs = [toy.pair("measure", config.seed, i) for i in range(count)]
-    samples = [toy.samples_of(toy.answers(chat, 0, pair)) for pair in pairs]
-    show(measure(policy, reference, samples, config.beta))
+    except KeyboardInterrupt:
+        fail("interrupted; nothing is written, so start again")
+        return 130
     return 0

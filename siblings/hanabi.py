@@ -24,7 +24,6 @@ model, which self-play may improve or destroy. siblings/hanabi_toy.py has the ga
 base model. Tests: pytest tests/test_hanabi.py
 """
 
-import json
 import math
 import random
 import statistics
@@ -36,10 +35,11 @@ from pathlib import Path
 import mars
 import train
 from config import Config, UserError, fail, option
+from plumbing.folders import read_lines
 from rollout import Context, Env, Method, Sample, Trajectory, Turn
 from siblings import hanabi_toy
 from siblings.hanabi_game import BEST, CARDS, SEATS, SLOTS, Game, deal, deck
-from siblings.solo import NO_TOOL
+from siblings.solo import NO_TOOL, UNREAD, refuse_others
 from tasks.questions import Question
 from tools import Tool
 
@@ -133,6 +133,11 @@ class HanabiConfig(Config):
         """Room for a sample: a seat moves at most 12 times, and a view has fewer than 30 tokens."""
         return 364 + 12 * self.move_tokens
 
+    def check(self, training: bool) -> None:
+        """Refuses tools and a judge: the score is the reward."""
+        super().check(training)
+        refuse_others(self, UNREAD | {"grader": "em"} if training else {})
+
 
 def credit(
     config: HanabiConfig, trajectories: list[Trajectory], step: int
@@ -180,9 +185,8 @@ def table(folders: list[str]) -> None:
         error = 1.96 * statistics.stdev(scores) / len(scores) ** 0.5
         print(f"{name:12} {statistics.mean(scores):.2f} ± {error:.2f} of {BEST}")
     rows = []
-    for folder in folders:
-        for line in (Path(folder) / "metrics.jsonl").read_text().splitlines():
-            values = json.loads(line)
+    for folder in dict.fromkeys(Path(name).resolve() for name in folders):  # each run counts once
+        for values in read_lines(folder / "metrics.jsonl"):
             if "eval_first" in values and "eval_second" in values:
                 rows.append([values[f"eval_{name}"] for name in ("score", "first", "second")])
     for row in rows:
@@ -235,7 +239,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["table"]:
         try:
             table(arguments[1:])
-        except (OSError, ArithmeticError, ValueError) as error:
+        except (UserError, ArithmeticError, ValueError) as error:
             return fail(f"name folders of runs with at least four evaluations ({error})")
         return 0
     return train.main(

@@ -52,7 +52,7 @@ from plumbing import outside
 from plumbing.start import Run
 from rollout import Context, Env, Method, Sample, Trajectory, Turn, play_batch
 from siblings import marsrl_toy
-from siblings.solo import NO_TOOL
+from siblings.solo import NO_TOOL, UNREAD, refuse_others
 from tasks.chat import Template, Words
 from tasks.format import Action, Format
 from tasks.questions import Question
@@ -103,6 +103,7 @@ class MarsrlConfig(Config):
         """Refuses values that contradict each other, MarsRL's own included."""
         super().check(training)
         self.at_least(1, "inputs", "solution_tokens", "report_tokens")
+        refuse_others(self, UNREAD if training else {})
         if self.grader != "em":
             raise UserError("verdicts need --grader em: leave --grader out")
         if self.rollouts != "linear" and self.credit != "own":

@@ -24,7 +24,6 @@ Tests: pytest tests/test_mifo.py
 """
 
 import functools
-import json
 import math
 import sys
 from dataclasses import dataclass, field, replace
@@ -39,6 +38,7 @@ import mars
 import train
 import trainer
 from config import TRAIN, UserError, fail, option
+from plumbing.folders import read_lines
 from plumbing.start import Run
 from rollout import Method, Sample, Trajectory
 from sampler import hash64
@@ -211,9 +211,11 @@ def table(folders: list[str]) -> None:
     """Prints the sampled accuracy of both kinds of held-out questions, for all evaluations."""
     print(f"{'run':20} {'/'.join(mifo_toy.KINDS)} before, and at each evaluation")
     for folder in map(Path, folders):
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        kinds = [json.loads(line).get("eval_accuracy_by_kind") for line in lines]
+        lines = read_lines(folder / "metrics.jsonl")
+        kinds = [line.get("eval_accuracy_by_kind") for line in lines]
         shares = [["{:.2f}".format(x[k][0] / x[k][1]) for k in mifo_toy.KINDS] for x in kinds if x]
+        if not shares:
+            raise UserError(f"{folder} has no evaluation of both kinds")
         print(f"{folder.name:20} {' → '.join(map('/'.join, shares))}")
 
 
@@ -233,7 +235,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["table"]:
         try:
             table(arguments[1:])
-        except (OSError, ValueError, KeyError) as error:
+        except (UserError, KeyError) as error:
             return fail(f"name folders of runs of MIFO ({error})")
         return 0
     return train.main(

@@ -232,20 +232,26 @@ def main(arguments: list[str]) -> int:
     folder = Path(config.runs) / config.name
     try:
         is_finite = all(0 <= number < 1e6 for number in (config.tau, config.strength))
-        if min(config.pages, config.steps) < 1 or not is_finite:
-            raise UserError("--pages and --steps must be at least 1, --tau and --strength finite")
+        if min(config.pages, config.steps) < 1 or not is_finite or not 0 <= config.seed < 1 << 31:
+            raise UserError(
+                "--pages and --steps must be at least 1, --tau and --strength finite, "
+                f"--seed from 0 to {(1 << 31) - 1}"
+            )
         folders.make(folder)
+        torch.set_num_threads(1)
+        torch.manual_seed(config.seed)
+        model = make_model(len(vocabulary()))
+        results = {"untrained": study(model, config)}
+        train(model, config)
+        results["trained"] = study(model, config)
+        for when, numbers in results.items():
+            print(when, *(f"{name:<24}{value}" for name, value in numbers.items()), sep="\n  ")
+        print("written to", folders.write_json(folder / f"seed-{config.seed}.json", results))
     except UserError as error:
         return fail(error)
-    torch.set_num_threads(1)
-    torch.manual_seed(config.seed)
-    model = make_model(len(vocabulary()))
-    results = {"untrained": study(model, config)}
-    train(model, config)
-    results["trained"] = study(model, config)
-    for when, numbers in results.items():
-        print(when, *(f"{name:<24}{value}" for name, value in numbers.items()), sep="\n  ")
-    print("written to", folders.write_json(folder / f"seed-{config.seed}.json", results))
+    except KeyboardInterrupt:
+        fail("interrupted; nothing is written, so start again")
+        return 130
     return 0
 
 

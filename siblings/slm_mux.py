@@ -242,12 +242,15 @@ def main(arguments: list[str]) -> int:
         for name, (attributes, steps) in MODELS.items():
             examples = sum((taught[attribute] for attribute in attributes), [])
             samples[name] = draw(config, teach(config, examples, steps), asked)
+        results = compare(config, asked, samples)
+        for title, numbers in results.items():
+            print(title, *(f"{name:<22}{value}" for name, value in numbers.items()), sep="\n  ")
+        print("written to", folders.write_json(folder / f"seed-{config.seed}.json", results))
     except UserError as error:
         return fail(error)
-    results = compare(config, asked, samples)
-    for title, numbers in results.items():
-        print(title, *(f"{name:<22}{value}" for name, value in numbers.items()), sep="\n  ")
-    print("written to", folders.write_json(folder / f"seed-{config.seed}.json", results))
+    except KeyboardInterrupt:
+        fail("interrupted; start again: the trained models are kept in --cache")
+        return 130
     return 0
 
 

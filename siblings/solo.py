@@ -11,6 +11,7 @@ Only the last word is graded. The pages are those of marsrl_toy.py.
 Tests: pytest tests/test_mifo.py tests/test_bvpo.py
 """
 
+import shlex
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ AT_ONCE = "at once"  # the kind of question whose prompt ends in <answer>
 # Written answers, and the state that a method keeps between steps, need these values.
 FIXED = {"loss_mean": "sample", "temperature": 1.0, "inner_steps": 1, "grader": "em"}
 FIXED |= {"resume": False, "fsdp": False, "lora_rank": 0}
+UNREAD = {"tools": "", "search": "local", "docs": "", "top_k": 3}  # by methods without tools
 # train.main needs at least one tool, though nobody calls any.
 NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])
 
@@ -55,9 +57,15 @@ class SoloConfig(Config):
         self.at_least(1, "answer_tokens")
         if self.data != "toy":
             raise UserError("only the toy's questions have written answers: leave --data out")
-        for name, value in FIXED.items() if training else ():
-            if getattr(self, name) != value:
-                raise UserError(f"this method needs --{name} {value}")
+        refuse_others(self, FIXED | UNREAD if training else {})
+
+
+def refuse_others(config: Config, values: dict) -> None:
+    """UserError if an option has another value than the one that its method can honour."""
+    for name, value in values.items():
+        if getattr(config, name) != value:
+            flag = f"--no-{name}" if value is False else f"--{name} {shlex.quote(str(value))}"
+            raise UserError(f"this method needs {flag}")
 
 
 class Language(ToyFormat):

@@ -157,3 +157,4 @@ def test_a_run_is_trained_and_its_errors_are_measured(tmp_path, monkeypatch, cap
     assert all(line["mismatch_kl"] < 1e-8 for line in metrics(folder)), "rho is 1"
     assert bvpo.main(["measure", str(folder), "--pairs", "1", *runs[:2]]) == 0
     assert capsys.readouterr().out.count("K = 4: ") == 2
+    assert bvpo.main(["measure", "--traces", "4", *runs[:2]]) == 2

@@ -105,6 +105,15 @@ def test_a_run_trains_both_seats_and_takes_read_outs_in_evaluations_only(tmp_pat
         assert bool(with_read_outs) == (split == "eval")
 
 
+def test_a_table_counts_a_run_once_and_skips_what_is_no_record(tmp_path, capsys):
+    numbers = [(1, 0.2, 0.1), (2, 0.4, 0.5), (3, 0.3, 0.2), (4, 0.8, 0.7)]
+    lines = [dict(zip(("eval_score", "eval_first", "eval_second"), row)) for row in numbers]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '3\n{"eval_sc')
+    assert hanabi.main(["table", str(tmp_path), f"{tmp_path}/"]) == 0
+    assert "n = 4" in capsys.readouterr().out
+
+
 def test_credit_compares_games_of_one_deck_and_trains_no_empty_seat():
     def game(index, attempt, reward, moved=True):
         trajectory = Trajectory(deck("t", 0, index), index, attempt, reward=reward)

@@ -16,6 +16,9 @@ import trainer
 from config import UserError
 from rollout import Trajectory
 from siblings import mifo, mifo_toy, solo
+from siblings.bvpo import BvpoConfig
+from siblings.hanabi import HanabiConfig
+from siblings.marsrl import MarsrlConfig
 from siblings.mifo import MifoConfig
 
 TOKENIZER = mifo_toy.language.make_tokenizer()
@@ -143,11 +146,14 @@ def test_frozen_entries_stay_bit_for_bit_and_all_others_move(played):
     torch.testing.assert_close(steps[6].importance, 0.5 * first + second)
 
 
-def test_arms_are_equal_up_to_sft_and_are_tabulated(played, capsys):
+def test_arms_are_equal_up_to_sft_and_are_tabulated(played, tmp_path, capsys):
     told = {freeze: metrics(folder) for freeze, (folder, _) in played.items()}
     assert told["moved"][:2] == told["none"][:2] and told["moved"][4:] != told["none"][4:]
     assert mifo.main(["table", *(str(folder) for folder, _ in played.values())]) == 0
     assert capsys.readouterr().out.count("→") == 2 * 2
+    (tmp_path / "metrics.jsonl").write_text('3\n{"step": 0}\n{"st')
+    assert mifo.main(["table", str(tmp_path)]) == 2
+    assert "has no evaluation of both kinds" in capsys.readouterr().err
 
 
 def test_two_ranks_show_and_score_what_one_process_does(played, tmp_path, monkeypatch):
@@ -169,10 +175,16 @@ REFUSED = [{"resume": True}, {"data": "nq"}, {"loss_mean": "token"}, {"temperatu
 REFUSED += [{"inner_steps": 2}, {"lora_rank": 1}]
 
 
-@pytest.mark.parametrize("given", REFUSED, ids=str)
-def test_what_would_be_trained_wrongly_is_refused(given):
-    with pytest.raises(UserError, match="this method needs|leave --data"):
-        MifoConfig(**given).check(training=True)
+REFUSED = [(MifoConfig, given) for given in REFUSED]
+REFUSED += [(BvpoConfig, {"group": 4}), (BvpoConfig, {"advantage": "mean"})]
+REFUSED += [(HanabiConfig, {"grader": "judge"}), (MarsrlConfig, {"tools": "search"})]
+
+
+@pytest.mark.parametrize("config, given", REFUSED, ids=str)
+def test_what_would_be_trained_wrongly_or_ignored_is_refused(config, given):
+    with pytest.raises(UserError, match="this method needs|leave --data") as refusal:
+        config(**given).check(training=True)
+    assert "False" not in str(refusal.value)  # --no-resume, not --resume False
 
 
 if __name__ == "__main__":

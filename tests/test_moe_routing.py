@@ -1,6 +1,7 @@
 """Routing in a mixture of experts: the divergence by hand, the hook's place, parallel texts."""
 
 import math
+import signal
 
 import pytest
 import torch
@@ -99,3 +100,13 @@ def test_the_command(tmp_path, capsys):
     assert moe_routing.main(line) == 0
     assert "middle, random experts" in capsys.readouterr().out
     assert (tmp_path / "moe_routing" / "seed-0.json").exists()
+    assert moe_routing.main([*line, "--seed", str(1 << 70)]) == 2
+
+
+def test_an_interrupt_and_a_full_disk_end_in_one_sentence(tmp_path, monkeypatch, capsys):
+    line = ["--steps", "1", "--pages", "1", "--runs", str(tmp_path)]
+    (tmp_path / "moe_routing" / "seed-0.json").mkdir(parents=True)
+    assert moe_routing.main(line) == 2
+    monkeypatch.setattr(moe_routing, "train", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert moe_routing.main(line) == 130
+    assert capsys.readouterr().err.count("mars: ") == 2
