@@ -46,7 +46,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.set_title("Right answers, sampled, with 95 % intervals")
         axes.set_xlabel("tokens of a page (median)")
         axes.set_ylim(0, 1)
-        axes.legend()
+        axes.legend(loc="upper center", ncols=4)
 
 
 def tabulate(options: argparse.Namespace) -> list[dict]:
