@@ -231,10 +231,10 @@ def main(arguments: list[str]) -> int:
     config = RoutingConfig(**parse(parser(RoutingConfig, __doc__), arguments))
     folder = Path(config.runs) / config.name
     try:
-        is_finite = all(0 <= number < 1e6 for number in (config.tau, config.strength))
-        if min(config.pages, config.steps) < 1 or not is_finite or not 0 <= config.seed < 1 << 31:
+        fits = all(0 <= number < 1e6 for number in (config.tau, config.strength))
+        if min(config.pages, config.steps) < 1 or not fits or not 0 <= config.seed < 1 << 31:
             raise UserError(
-                "--pages and --steps must be at least 1, --tau and --strength finite, "
+                "--pages and --steps must be at least 1, --tau and --strength from 0 to 1e6, "
                 f"--seed from 0 to {(1 << 31) - 1}"
             )
         folders.make(folder)

@@ -114,7 +114,7 @@ def test_an_answer_that_is_late_or_never_comes_is_a_failure(sampler, determinist
     assert driver.run(episodes) == [None, None, 5]
     # The second call waits for the first one's place, and the third for that of the second.
     driver.max_calls = 1
-    watchdog = threading.Timer(5, never.set)
+    watchdog = threading.Timer(20, never.set)
     watchdog.start()
     hung = [failure(never.wait), failure(never.wait)]
     assert driver.run([*hung, driver.call(lambda: 5, 10)]) == [None, None, 5]
