@@ -70,6 +70,8 @@ class MifoConfig(solo.SoloConfig):
         super().check(training)
         self.at_least(1, "rl_steps")
         self.at_least(0, "sft_steps")
+        # No state on disk holds what one phase leaves to the next.
+        solo.refuse_others(self, {"resume": False} if training else {})
         if not 0 < self.hard <= 1 or max(self.frozen_share, self.threshold, self.history) > 1:
             raise UserError("--hard, --frozen_share, --threshold and --history are shares up to 1")
 

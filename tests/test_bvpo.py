@@ -151,10 +151,14 @@ def test_a_run_is_trained_and_its_errors_are_measured(tmp_path, monkeypatch, cap
     monkeypatch.setattr(toy, "build", lambda cache, seed: build(cache, seed, 2))
     monkeypatch.setattr(bvpo_errors.toy, "build", toy.build)
     runs = ["--cache", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    line = "--steps 2 --questions 2 --eval_questions 8 --name b".split()
-    assert bvpo.main([*line, *runs]) == 0
+    line = "--steps 2 --questions 2 --eval_questions 8 --name".split()
+    assert bvpo.main([*line, "b", *runs]) == 0
     folder = tmp_path / "runs" / "b"
     assert all(line["mismatch_kl"] < 1e-8 for line in metrics(folder)), "rho is 1"
+    assert bvpo.main([*line, "c", *runs, "--steps", "1"]) == 0
+    assert bvpo.main(["--resume", "--steps", "2", "--name", "c", *runs]) == 0
+    weights = [tmp_path / "runs" / name / "checkpoint" / "model.safetensors" for name in "bc"]
+    assert weights[0].read_bytes() == weights[1].read_bytes(), "a resumed run has the same bits"
     assert bvpo.main(["measure", str(folder), "--pairs", "1", *runs[:2]]) == 0
     assert capsys.readouterr().out.count("K = 4: ") == 2
     assert bvpo.main(["measure", "--traces", "4", *runs[:2]]) == 2
