@@ -167,7 +167,7 @@ def stats_kernel(
     """One program per row: each lane computes an online softmax, and at the end they are merged.
 
     A lane has its maximum m, Σ exp(z − m) and Σ exp(z − m)·(z − m). In place of −∞ there are −1e38
-    and −1e30: their exponentials are 0, and a difference of finite numbers is not NaN.
+    and −1e30: beside any real z their exponentials are 0, and no difference is NaN.
     """
     row = tl.program_id(0).to(tl.int64)  # row · V may exceed 2³¹.
     z_ptr += row * V

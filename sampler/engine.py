@@ -159,6 +159,7 @@ class Sampler:
         self._postprocess()
         self.scheduler.release_all()
         self.pool = self.graphs = None
+        self.probs_buffer = self.probs_buffer.new_empty(0)
 
     def load_weights(self, model) -> None:
         """Copies the weights of `model`, whose config must be that of the sampler's first model.
@@ -233,8 +234,8 @@ class Sampler:
         tokens, logprobs = result.tolist()
         if math.isnan(sum(logprobs)):
             raise FloatingPointError(
-                "the model's logits contain NaN: its weights are damaged, or an update was too "
-                "large; begin a new run from an earlier state, with a lower --lr"
+                "the model's logits contain NaN or infinity: its weights are damaged, or an update "
+                "was too large; in training, begin a new run from an earlier state and lower --lr"
             )
         self.scheduler.collect(decode, [int(token) for token in tokens], logprobs)
 
@@ -260,5 +261,6 @@ class Sampler:
             requests.append(self.submit(self.open(), prompt, **options))
         while self.busy:
             for request in self.step():
-                self.close(request.conversation)
+                if request in requests:
+                    self.close(request.conversation)
         return [request.completion for request in requests]

@@ -41,7 +41,8 @@ class Graphs:
         for size in sizes:
             batch = self.make_buffers(size)
             self.buffers[size, False] = replace(batch, kv_ranges=batch.kv_ranges[-size:])
-            self.buffers[size, True] = batch
+            if size > 1:
+                self.buffers[size, True] = batch
         if not can_capture(pool):
             return
         # Every size is captured before the first request, since a capture waits for the whole

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-# Outside this range, fp32 logits divided by the temperature overflow or lose their differences.
-MIN_TEMPERATURE = 1e-4
+# Far outside this range, fp32 logits divided by the temperature overflow or lose their differences.
+MIN_TEMPERATURE = 1e-3
 MAX_TEMPERATURE = 1e4
 MIN_TOP_P = 1e-6  # A much smaller number would be 0 in fp32 and exclude every token.
 
@@ -18,7 +18,8 @@ class Lost(Exception):
 class Completion:
     """The sampled tokens (with the stop token) and the log-prob of each.
 
-    Log-probs are those of the full vocabulary at the temperature. finish: 'stop' or 'length'.
+    Log-probs are those of the full vocabulary at the temperature (a server's: of the nucleus, if
+    top_p is below 1). finish: 'stop' or 'length'.
     server: the URL of the server that sampled the tokens, empty for this process.
     """
 

@@ -108,12 +108,14 @@ class Scheduler:
             if source is not None and source.num_cached_tokens < shared:
                 postponements.append(self.waiting.pop(0))
                 continue
-            if self._lacks_pages(conversation, source, shared):
+            lacking = self._lacking_pages(conversation, source, shared)
+            if lacking > 0:
                 if unread and not self.prefilling and not self.decoding:
                     break  # The unread tokens may end their requests, which frees pages.
-                victim = self._youngest_idle(excluded=conversation)
-                if victim is None:
-                    break
+                idle = self._idle(excluded=conversation)
+                if lacking > sum(len(holder.block_table) for holder in idle):
+                    break  # Rows must end first. Until then idle conversations keep their pages.
+                victim = max(idle, key=birth_of)
                 self._preempt(victim)
                 self.stats["preemptions"] += 1
                 continue  # The victim may be the source.
@@ -121,8 +123,8 @@ class Scheduler:
         self.waiting[:0] = postponements
         return copies
 
-    def _lacks_pages(self, conversation: Conversation, source, shared: int) -> bool:
-        """Whether too few pages are left for it, if it shares `shared` tokens of `source`.
+    def _lacking_pages(self, conversation: Conversation, source, shared: int) -> int:
+        """How many pages it lacks if it shares `shared` tokens of `source`; below 1 if none.
 
         One page is reserved for every row that runs already.
         """
@@ -131,12 +133,11 @@ class Scheduler:
         if source is not None:  # Kept pages that it takes over are no longer available.
             needed += len(self.pages.kept.keys() & source.block_table)
         running = len(self.prefilling) + len(self.decoding)
-        return needed + running > self.pages.available
+        return needed + running - self.pages.available
 
-    def _youngest_idle(self, excluded: Conversation | None = None) -> Conversation | None:
-        """The youngest conversation with pages and without a row, except `excluded`."""
-        idle = [holder for holder in self.holders if holder.idle and holder is not excluded]
-        return max(idle, key=birth_of, default=None)
+    def _idle(self, excluded: Conversation | None = None) -> list[Conversation]:
+        """The conversations with pages and without a row, except `excluded`."""
+        return [holder for holder in self.holders if holder.idle and holder is not excluded]
 
     def _enter(self, request: Request, source: Conversation | None, shared: int) -> Copies:
         """Gives a request its row and pages. The first `shared` tokens are those of `source`."""
@@ -179,7 +180,7 @@ class Scheduler:
                     self.rows.block_table[request.row, len(block_table) - 1] = block_table[-1]
                     break
                 newest = max(self.prefilling + self.decoding, key=number_of)
-                self._preempt(self._youngest_idle() or newest.conversation)
+                self._preempt(max(self._idle(), key=birth_of, default=newest.conversation))
                 self.stats["preemptions"] += 1
 
     def _preempt(self, conversation: Conversation) -> None:

@@ -338,6 +338,20 @@ def test_who_rests_gives_way_only_where_it_must_and_the_youngest_first():
     assert old.block_table and young.block_table and not newest.block_table
 
 
+def test_who_rests_keeps_its_pages_while_giving_them_up_would_not_suffice():
+    engine = make(max_tokens=8 * PAGE)
+    resting = [engine.submit(engine.open(), [token] * 2, max_new_tokens=1) for token in (1, 2)]
+    run_all(engine)
+    running = engine.submit(engine.open(), [3] * 3 * PAGE, max_new_tokens=PAGE)
+    engine.step()
+    waiting = engine.submit(engine.open(), [4] * 5 * PAGE, max_new_tokens=1)
+    engine.step()
+    assert all(request.conversation.block_table for request in resting)
+    run_all(engine)
+    check_answer(running, [3] * 3 * PAGE)
+    check_answer(waiting, [4] * 5 * PAGE)
+
+
 def test_rows_wait_as_little_as_they_can():
     """A finished row is replaced at the next step; a long prefill stops nobody who decodes."""
     engine = make(max_sequences=2, prefill_chunk=4)
