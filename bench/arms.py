@@ -24,6 +24,7 @@ Tests: pytest tests/test_bench.py tests/test_almanac.py
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import subprocess
@@ -211,7 +212,8 @@ def evaluate(options: argparse.Namespace, arm: str, run: Path, model: str, decod
     right = "".join(str(int(one["reward"] == 1)) for one in trajectories(folder))
     lines = read_metrics(run) if model == arm else []
     costs = {name: mean(x.get(key, 0) for x in lines) for name, key in COSTS.items() if lines}
-    return {"made": provenance(), "cells": cells(folder), "right": right, "of a step": costs}
+    counts = cells(folder, config["page_fields"])
+    return {"made": provenance(), "cells": counts, "right": right, "of a step": costs}
 
 
 def trajectories(folder: Path) -> list[dict]:
@@ -219,8 +221,17 @@ def trajectories(folder: Path) -> list[dict]:
     return folders.read_lines(folder / "rollouts" / "step_0.jsonl")
 
 
+def recorded_seeds(records: Path) -> list[int]:
+    """The seeds that have a record."""
+    names = [path.stem.rsplit("-", 2) for path in records.glob("*-[0-9]*-*.json")]
+    return sorted({int(seed) for _, seed, _ in names})
+
+
 def summarise(options: argparse.Namespace) -> list[dict]:
-    """A row for each start, arm and decoding, over all seeds that have a record."""
+    """A row for each start, arm and decoding, over all of `options.seeds` that have a record.
+
+    Intervals and p take the answers of several seeds to one question as independent.
+    """
     all_records = {path.stem: folders.read_json(path) for path in options.records.glob("*.json")}
     rows = []
     names = ["start", *map(start_of, OTHER_READING), *ARMS["almanac"]]
@@ -253,7 +264,9 @@ def percent_axes(path: Path, axis: str) -> Iterator[Axes]:
         axes = figure.subplots()
         yield axes
         getattr(axes, f"{axis}axis").set_major_formatter(PercentFormatter(1, decimals=0))
-        figure.savefig(path)
+        image = io.BytesIO()
+        figure.savefig(image)
+        folders.write_whole(path, image.getvalue())
 
 
 def draw(options: argparse.Namespace, path: Path) -> None:
@@ -289,10 +302,10 @@ def compare(records: list[dict], others: list[dict | None], name: str) -> dict:
     return {f"against {name}": f"+{gains} −{losses}", f"p {name}": sign_test(gains, losses)}
 
 
-def cells(folder: Path) -> dict[str, list[int]]:
+def cells(folder: Path, page_fields: int) -> dict[str, list[int]]:
     """The counts of an evaluation, each as [right, all]: of its answers by cell, of its notes."""
     counts = defaultdict(list)  # name -> whether each answer or note counts as right
-    world = almanac_world.make_world()
+    world = almanac_world.make_world(page_fields)
     held_out = {question.id: question for question in almanac_world.held_out(world)}
     for record in trajectories(folder):
         question = held_out[record["question_id"]]
@@ -340,8 +353,7 @@ def main() -> None:
         return publish(f"arms_{options.method}", summarise_toy(options.method, options.runs))
     if not options.table:
         run_missing(options)
-    names = [path.stem.rsplit("-", 2) for path in options.records.glob("*-[0-9]*-*.json")]
-    options.seeds = sorted({int(seed) for _, seed, _ in names})
+    options.seeds = recorded_seeds(options.records)
     publish("table", summarise(options), options.records.parent)
     draw(options, options.records.parent / "arms.png")
 

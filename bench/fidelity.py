@@ -172,6 +172,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--draws", type=int, default=8, help="answers to each context; even")
     options = parser.parse_args(arguments)
     try:
+        if options.draws < 2 or options.draws % 2:
+            raise UserError("--draws must be even, because the halves of the draws are compared")
         checkpoint, settings = weights_of(options.run, options.start)
         run = open_run(checkpoint, settings | {"eval_questions": options.questions})
         rows = measure(run, options.questions, options.group, options.draws)

@@ -118,22 +118,24 @@ def run_jobs(out: Path, seconds: float, jobs: list[Job]) -> None:
     def report(outcome: str, number: int) -> None:
         print(f"{outcome}: job {number}, {' '.join(jobs[number][0])}", flush=True)
 
-    while time.monotonic() < end:
-        for number in [n for n, process in running.items() if process.poll() is not None]:
-            report(f"exit {running.pop(number).returncode}", number)
-        for number in [n for n in waiting if all(path.exists() for path in jobs[n][1])]:
-            waiting.remove(number)
-            command = [sys.executable, *jobs[number][0]]
-            with open(out / f"job_{number}.log", "w") as log:
-                options = {"stdout": log, "stderr": log, "start_new_session": True}
-                running[number] = subprocess.Popen(command, cwd=common.ROOT, **options)
-        if not running:
-            break  # what the waiting jobs need will never exist
-        time.sleep(0.5)
-    for number, process in running.items():
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        report("cut", number)
+    try:
+        while time.monotonic() < end:
+            for number in [n for n, process in running.items() if process.poll() is not None]:
+                report(f"exit {running.pop(number).returncode}", number)
+            for number in [n for n in waiting if all(path.exists() for path in jobs[n][1])]:
+                waiting.remove(number)
+                command = [sys.executable, *jobs[number][0]]
+                with open(out / f"job_{number}.log", "w") as log:
+                    options = {"stdout": log, "stderr": log, "start_new_session": True}
+                    running[number] = subprocess.Popen(command, cwd=common.ROOT, **options)
+            if not running:
+                break  # what the waiting jobs need will never exist
+            time.sleep(0.5)
+    finally:  # Ctrl-C does not reach a session of its own.
+        for number, process in running.items():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            report("cut", number)
     for number in waiting:
         report("not begun", number)
 

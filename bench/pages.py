@@ -7,7 +7,7 @@
 Every arm is trained and evaluated anew at each length (--page_fields of the recipe). A single agent
 gives a page at most half of its context, 4,096 tokens, so it must cut longer pages; BM25's passages
 and readers see all of them. The runs are those of bench.arms: a stopped command goes on where it
-was. Results: bench/results/almanac/pages.json and pages.png. Tests: pytest tests/test_almanac.py
+was. Results: pages.json and pages.png beside RECORDS. Tests: pytest tests/test_almanac.py
 """
 
 import argparse
@@ -51,12 +51,14 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def tabulate(options: argparse.Namespace) -> list[dict]:
     """A row for each length and arm that has sampled records, over all their seeds."""
-    return [
-        {"fields": fields, "tokens": tokens} | row
-        for fields, tokens in LENGTHS.items()
-        for row in arms.summarise(at_length(options, fields))
-        if row["arm"] in ARMS and row["decoding"] == "sampled"
-    ]
+    rows = []
+    for fields, tokens in LENGTHS.items():
+        own = at_length(options, fields)
+        own.seeds = arms.recorded_seeds(own.records)
+        for row in arms.summarise(own):
+            if row["arm"] in ARMS and row["decoding"] == "sampled":
+                rows.append({"fields": fields, "tokens": tokens} | row)
+    return rows
 
 
 def main() -> None:
@@ -73,8 +75,8 @@ def main() -> None:
     for fields in () if options.table else options.lengths:
         arms.run_missing(at_length(options, fields))
     rows = tabulate(options)
-    publish("pages", rows, RESULTS / "almanac")
-    draw(rows, RESULTS / "almanac" / "pages.png")
+    publish("pages", rows, options.records.parent)
+    draw(rows, options.records.parent / "pages.png")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def answers(run: Path, start: bool, system1: Path | None, questions: int) -> dic
     checkpoint, options = weights_of(run, start)
     options["eval_questions"] = questions
     if system1:
-        options |= {"system1": "frozen", "credit": "mars"}  # other rules refuse a frozen reader
+        options["system1"] = "frozen"
     pair = open_run(checkpoint, options, system1)
     batch = list(enumerate(pair.eval_questions))
     trajectories = play_batch(pair, batch, 1, pair.eval_tools, step="eval")
@@ -57,10 +57,11 @@ def measure(options: argparse.Namespace) -> list[dict]:
     records = {}
     for run, system2, system1, model in pairs(options.run):
         path = options.records / f"{run.name}, {system2}, {system1}.json"
-        if not path.exists():
+        of = [str(run.resolve()), str(model), options.questions]
+        if not path.exists() or folders.read_json(path)["of"] != of:
             record = answers(run, system2 == "start", model, options.questions)
             options.records.mkdir(parents=True, exist_ok=True)
-            folders.write_json(path, record)
+            folders.write_json(path, record | {"of": of})
         records[run.name, system2, system1] = folders.read_json(path)
     rows = []
     for (run, system2, system1), record in records.items():
@@ -81,6 +82,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--questions", type=int, default=240)
     parser.add_argument("--records", type=Path, default=Path("runs/swap"))
     options = parser.parse_args(arguments)
+    if len({run.name for run in options.run}) < len(options.run):
+        parser.error("the rows are named after the runs' folders: give folders of other names")
     try:
         rows = measure(options)
     except UserError as error:

@@ -279,7 +279,7 @@ def test_the_bench_counts_cells_notes_and_contradictions(tmp_path):
     record = {"question_id": question.id, "reward": 1.0, "turns": turns}
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_0.jsonl").write_text(json.dumps(record) + "\n")
-    assert arms.cells(tmp_path) == {
+    assert arms.cells(tmp_path, page_fields=1) == {
         question.source: [1, 1],
         "all": [1, 1],
         f"read {fact.group}": [2, 2],
