@@ -246,16 +246,16 @@ class Env:
         except ToolError as error:
             trajectory.turns[-1].problem = f"judge failed: {error}"
             return None
-        return None if reward is None else finite(reward)
+        return None if reward is None else checked(reward)
 
 
-def finite(reward) -> float:
-    """A grader's result (also of NumPy or PyTorch) as a float. UserError if it is not finite."""
+def checked(reward) -> float:
+    """A grader's result (also of NumPy or PyTorch) as a float. UserError if it is not in 0..1."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
-        if math.isfinite(number := float(reward)):
+        if 0 <= (number := float(reward)) <= 1:
             return number
     raise UserError(
-        f"the grader returned {reward!r:.100}: return a finite number, or raise ToolError"
+        f"the grader returned {reward!r:.100}: return a number from 0 to 1, or raise ToolError"
     )
 
 

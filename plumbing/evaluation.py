@@ -40,7 +40,7 @@ from plumbing.start import Run, build, new_folder, reclaim, refuse_other_questio
 from processes import from_first_rank, on_first_rank, sum_over_ranks
 from rollout import Method, Trajectory, play_batch
 from tasks.questions import Question
-from tools import web
+from tools import documents, web
 
 # Options that ask does not read, beside those that only training reads.
 NOT_FOR_ASK = {"name", "runs", "resume", "grader", "eval_questions", "group", "max_calls"}
@@ -79,19 +79,22 @@ def main(
 def settings(method: Method, options: dict, asking: bool) -> Config:
     """The checkpoint's own settings, or a preset's, overridden by the given options."""
     model, saved = models.find_checkpoint(method.name, options["checkpoint"])
-    if saved is None:
+    is_run = saved is not None
+    if not is_run:
         saved = dict(method.presets.get(options.get("preset"), {}))
         if not asking and not options.get("data", saved.get("data")):
             raise UserError("--data is missing: the questions to evaluate this model on")
-        local = options.get("search", saved.get("search", "local")) == "local"
-        if asking and local and not options.get("docs", saved.get("docs")):
-            raise UserError(
-                "there is nothing to search: name documents with --docs, or use --search serper"
-            )
     elif "preset" in options:
         raise UserError("a run has its own settings: leave --preset out")
-    if "search" in options and options["search"] != saved.get("search"):
+    other_search = "search" in options and options["search"] != saved.get("search")
+    if other_search:  # The options of one search mean nothing to another.
         saved |= {"docs": "", "eval_docs": "", "pages": "none", "block": ""}
+    local = options.get("search", saved.get("search", "local")) == "local"
+    nothing = local and not options.get("docs", saved.get("docs"))
+    if asking and nothing and (other_search or not is_run):
+        raise UserError(
+            "there is nothing to search: name documents with --docs, or use --search serper"
+        )
     if "docs" in options:
         saved["eval_docs"] = ""  # --docs is for all questions
     # The checkpoint has the adapters merged in, and the run's servers may hold other weights now.
@@ -175,7 +178,8 @@ def fingerprint(run: Run, frozen: Path | None) -> str:
     It is of the questions, and of the names and times of the files behind weights and documents.
     """
     paths = [run.config.model, run.config.docs, run.config.eval_docs, frozen]
-    files = [f for path in paths if path for f in (Path(path), *Path(path).rglob("*"))]
+    paths = [Path(path) for path in paths if path]
+    files = [f for path in paths for f in (path, *documents.files_below(path))]
     times = sorted((f.name, f.stat().st_mtime_ns) for f in files if f.is_file())
     return hashlib.sha256(f"{run.fingerprint} {times}".encode()).hexdigest()
 

@@ -46,7 +46,7 @@ def local_sums(trajectories: list[Trajectory]) -> Counter:
         answered = trajectory.answer is not None
         lost = trajectory.ended.startswith("lost")
         sums["trajectories"] += 1
-        sums["demanded"] += trajectory.ended != "answer"
+        sums["demanded"] += not lost and trajectory.ended != "answer"
         sums["answered"] += answered
         sums["lost"] += lost
         if trajectory.reward is not None:
@@ -136,7 +136,8 @@ def right_by_kind(
     asked = Counter(question.source for question in questions)
     if len(asked) < 2:
         return {}
-    right = sum_over_ranks(Counter(t.question.source for t in trajectories if t.reward))
+    right = [t for t in trajectories if (t.reward or 0) > 0.5]
+    right = sum_over_ranks(Counter(t.question.source for t in right))
     return {kind: [right[kind], asked[kind]] for kind in sorted(asked)}
 
 

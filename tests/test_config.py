@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import config
 import mars
 import warm_start
 from config import UserError, parse, parser, resolve
-from plumbing import outside
+from plumbing import evaluation, models, outside
 from recipes import almanac
 from siblings import bvpo, hanabi, marsrl, matpo, mifo, moe_routing, slm_mux
 
@@ -29,6 +30,27 @@ def test_every_option_is_in_the_help_once(options):
     told = [line.split()[0].removesuffix(",") for line in lines if line.startswith("  --")]
     fields = [field for field in dataclasses.fields(options) if field.metadata.get("option", True)]
     assert sorted(told) == sorted(f"--{field.name}" for field in fields)
+
+
+def settings(monkeypatch, run: mars.MarsConfig, *, asking: bool, **options):
+    """The settings of `eval` or `ask` with options, on a checkpoint of this run."""
+    found = Path("model"), dataclasses.asdict(run)
+    monkeypatch.setattr(models, "find_checkpoint", lambda *_: found)
+    options["checkpoint"] = "checkpoint"
+    return evaluation.settings(mars.METHOD, options, asking)
+
+
+def test_a_run_that_asked_a_service_needs_documents_for_a_local_search(monkeypatch):
+    run = mars.MarsConfig(data="nq", search="serper")
+    with pytest.raises(UserError, match="there is nothing to search"):
+        settings(monkeypatch, run, asking=True, search="local")
+    assert settings(monkeypatch, run, asking=True, search="local", docs="d").docs == "d"
+    assert not settings(monkeypatch, mars.MarsConfig(), asking=True).docs, "the toy has its world"
+
+
+def test_an_evaluation_may_leave_the_reader_out_of_a_run_without_balance(monkeypatch):
+    config = settings(monkeypatch, mars.MarsConfig(balance="none"), asking=False, system1="none")
+    assert config.system1 == "none"
 
 
 def test_help_shows_reasons_and_defaults_by_group():

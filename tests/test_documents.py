@@ -75,6 +75,7 @@ FACTS = [
     ("<body style='display:none'>text", "text"),
     ("<nav>a<p aria-hidden=true>b<br>c<li>d</nav><footer>e</footer>", "a\nb\nc\nd\ne"),
     # what a reader would not see
+    ("<noscript>a</noscript><dialog>b</dialog><dialog open>seen</dialog>", "seen"),
     ("<p>good<b hidden>evil</b><p style='a: b; DISPLAY : none'>evil</p>end", "good\nend"),
     ("<p>good<template><p>evil</p></template> end", "good end"),
 ]
@@ -254,9 +255,14 @@ def test_passages_know_their_file_lines_page_and_heading():
         between = "\n".join(text[int(first) - 1 : int(last)])
         assert part.text in between
     assert [part.id for part in parts] == [f"deep/b.md#{i:04}" for i in range(1, len(parts) + 1)]
-    text, web = f"{numbered(30)}\f{numbered(30)}", "https://x.test/"
-    for url, places in (("p.pdf", ["p.pdf, page 1", "p.pdf, page 2"]), (web, [web, web])):
-        parts = documents.passages(Document("p", "p", url, text), words=30, overlap=0)
+    pages, web = ["p.pdf, page 1", "p.pdf, page 2"], "https://x.test/"
+    for url, mark, places in (
+        ("p.pdf", "\f", pages),
+        ("p.pdf", "\n \f", pages),
+        (web, "\f", [web, web]),
+    ):
+        document = Document("p", "p", url, f"{numbered(30)}{mark}{numbered(30)}")
+        parts = documents.passages(document, words=30, overlap=0)
         assert [part.url for part in parts] == places
 
 

@@ -121,6 +121,18 @@ def attempt(answer, reward, kind="a"):
     return Trajectory(question, 0, 0, answer=answer, reward=reward, ended="answer")
 
 
+def test_right_is_more_than_half_and_a_lost_attempt_was_not_told_to_answer():
+    lost = attempt(None, None)
+    lost.ended = "lost: the server is gone"
+    told = attempt("x", 0.25)
+    told.ended = "no answer"
+    attempts = [attempt("x", 1.0), told, lost, attempt("x", 1.0, kind="b")]
+    questions = [one.question for one in attempts]
+    assert metrics.right_by_kind(attempts, questions) == {"a": [1, 3], "b": [1, 1]}
+    method = dataclasses.replace(mars.METHOD, roles={})
+    assert metrics.rollout_metrics(attempts, method, 1.0)["demanded_share"] == 0.25
+
+
 def test_a_judge_that_is_away_is_measured_by_what_it_was_asked():
     """Attempts without an answer need no judge: they would hide that it is gone."""
     method = dataclasses.replace(mars.METHOD, roles={})

@@ -87,11 +87,11 @@ def test_call_distil_answer():
         assert [logprob != 0 for logprob in sample.logprobs] == sample.mask
 
 
-def test_a_graders_finite_number_is_a_float_and_anything_else_is_refused():
+def test_a_graders_number_from_0_to_1_is_a_float_and_anything_else_is_refused():
     for one in (True, numpy.float32(1), torch.tensor([1])):
         trajectory, _ = play([CALL, ANSWER], grade=Mock(return_value=one))
         assert type(trajectory.reward) is float and trajectory.reward == 1.0
-    for no_number in (math.nan, torch.ones(2), "much", 10**400):
+    for no_number in (math.nan, torch.ones(2), "much", 10**400, 2, -1):
         with pytest.raises(UserError, match="the grader returned"):
             play([CALL, ANSWER], grade=Mock(return_value=no_number))
 

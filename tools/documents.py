@@ -173,7 +173,8 @@ def passages(
         if count:
             heading = headings[count - 1]["marked"] or headings[count - 1]["underlined"]
             title = f"{title} › {heading[:LONGEST_TITLE].rstrip(' #')}"
-        first = bisect.bisect_left(ends, begin) + 1
+        word = begin + re.match(r"\s*", text[begin:]).end()  # A page may end with a new line.
+        first = bisect.bisect_left(ends, word) + 1
         last = bisect.bisect_left(ends, end) + 1
         place = f"{unit} {first}" if first == last else f"{unit}s {first}-{last}"
         url = document.url

@@ -109,10 +109,11 @@ BLOCKS = set(
 CELLS = ("td", "th")
 IN_CELL = "in-cell"  # a tag of our own for a block in a table cell that becomes one line
 SMALL_CELL = 30  # a cell becomes one line if it has fewer elements than this and no table
-UNSEEN = "audio base canvas datalist embed iframe link meta noembed object".split()
-UNSEEN += "script style svg template video".split()
+UNSEEN = "audio base canvas datalist embed iframe link meta noembed noframes noscript".split()
+UNSEEN += "object script style svg template video".split()
 # An XPath of elements that a browser does not show, and of KaTeX's second copy of each formula.
 HIDDEN = """//*[not(self::html or self::body)][@hidden or @class="katex-html" or
+    self::dialog[not(@open)] or
     re:test(@style, "display\\s*:\\s*none|visibility\\s*:\\s*(hidden|collapse)", "i")]"""
 REGEX = {"re": "http://exslt.org/regular-expressions"}
 # Tag -> (mark before it, mark after it). A heading has one # more than its level, because in

@@ -44,7 +44,7 @@ from tools import ToolError, one_line
 
 FIRST_WAIT = 1.0  # seconds before the second try, doubled for each further one
 LONGEST_WAIT = 60.0  # seconds, also where Retry-After asks for more
-PATIENCE = 240.0  # seconds of all pauses of a call; a tool may make two calls in its 600 s
+PATIENCE = 180.0  # seconds of all pauses of a call; a tool may make three calls in its 600 s
 LONGEST_MESSAGE = 200  # characters of a ToolError
 ANSWER_BYTES = 8 << 20  # the limit of one answer, decompressed
 AT_ONCE = 16  # the most exchanges of one client at the same time
