@@ -97,7 +97,8 @@ class MarsConfig(Config):
         super().check(training)
         self.at_least(1, "step_tokens", "sys1_prompt", "sys1_response")
         self.at_least(2, "max_turns")  # a step that calls a tool, and one that answers
-        if self.system1 != "train" and (self.balance != "uniform" or self.shared_group):
+        credit = self.balance != "uniform" or self.shared_group
+        if training and self.system1 != "train" and credit:  # no evaluation reads these options
             raise UserError("leave --balance and --shared_group out: System 1 does not learn")
         if self.system1 == "none" and not (self.packing and self.purpose):
             raise UserError("leave --no-packing and --no-purpose out: System 1 does not read")

@@ -47,7 +47,8 @@ from tasks.questions import Question
 from tools import web
 
 MAX_NORM = 1.0  # of the gradient
-# A state is saved before each evaluation, and when the newest state on disk is this old.
+# A state is saved before each evaluation but the last, one step before that, and when the newest
+# state on disk is this old.
 SAVE_EVERY = 10  # in steps
 SAVE_SECONDS = 3600
 
@@ -304,8 +305,8 @@ def skip(run: Run, step: int) -> None:
     logbook.print_line(run, f"step {step}: loss or gradient is not finite, update skipped")
     if run.skipped == 3:
         raise UserError(
-            "three updates in a row without a finite loss and gradient; states on disk are whole, "
-            "and the run's rollouts show what was sampled"
+            "three updates in a row without a finite loss and gradient: begin a new run with a "
+            "lower --lr; states on disk are whole"
         )
 
 
@@ -342,6 +343,7 @@ def train(run: Run, sigterms: list) -> int:
         late = time.monotonic() - last_save_at > SAVE_SECONDS
         wishes = sum_over_ranks({"stop": len(sigterms), "save": late})  # of all ranks
         regular = updates % config.eval_every == 0 or updates - last_save >= SAVE_EVERY
+        regular |= updates == config.steps - 1  # An evaluation ends the last step, and may fail.
         permanent = config.keep_every and updates % config.keep_every == 0
         # --max_calls can stop a rank within a step, so a state is saved after each.
         if wishes.total() or regular or permanent or config.max_calls or updates == config.steps:

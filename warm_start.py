@@ -43,7 +43,7 @@ from rollout import Env, Method, Sample, Trajectory
 from sampler import Completion
 from tasks.chat import ChatFormat, is_mark, render
 from tasks.questions import Question
-from tools import Tool, show
+from tools import Tool, discard_output, show
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Batch = dict[str, list[Sample]]  # role -> its samples; one batch is one optimizer step
@@ -104,7 +104,11 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
             param_group["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)
         losses = learn(policy, optimizer, batch, options, device)
         line = ", ".join(f"{role} {loss:.3f}" for role, loss in losses.items())
-        print(f"warm start: step {step + 1}/{options.steps}, nats a token: {line}", flush=True)
+        try:
+            print(f"warm start: step {step + 1}/{options.steps}, nats a token: {line}", flush=True)
+        except OSError as error:  # Whoever makes the folder would blame the folder.
+            discard_output()
+            raise UserError(f"what is printed cannot be written ({error.strerror})") from None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

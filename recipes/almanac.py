@@ -74,7 +74,7 @@ class AlmanacConfig(MarsConfig):
         self.at_least(0, "warm_steps", "page_fields")
         self.at_least(1, "read_every")
         conflict = self.balance != "none" or self.system1 != "train" or self.shared_group
-        if self.credit != "mars" and conflict:
+        if training and self.credit != "mars" and conflict:
             raise UserError("--credit needs --balance none, --system1 train and no --shared_group")
         super().check(training)
 
@@ -360,9 +360,9 @@ def complete(tools: list[Tool], command: str, given: dict) -> dict:
 
     Adds the look-up to `tools`, since its pages depend on the options.
     """
-    if given.get("system1", "train") != "train":  # the preset's balance would be refused
-        given = {"balance": "uniform"} | given
     if command == "train":
+        if given.get("system1", "train") != "train":  # the preset's balance would be refused
+            given = {"balance": "uniform"} | given
         run = Path(given.get("runs", Config.runs)) / given.get("name", "")
         exists = given.get("resume")  # plumbing.start.take_options has looked for it
     else:

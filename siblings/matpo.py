@@ -89,10 +89,11 @@ class MatpoConfig(Config):
             raise UserError("--worker_turns must not be more than --max_turns")
         if self.balance != "none" and not self.own_groups:
             raise UserError("--balance needs --own_groups")
-        changes = self.own_groups or self.workers != "train" or not (self.recap and self.summary)
+        own_groups = training and self.own_groups  # no evaluation reads it
+        changes = own_groups or self.workers != "train" or not (self.recap and self.summary)
         if changes and not self.delegate:
             raise UserError("--no-delegate has no workers: leave out the options that change them")
-        if self.own_groups and self.workers == "frozen":
+        if own_groups and self.workers == "frozen":
             raise UserError("--own_groups trains the workers: use --workers train")
 
 

@@ -60,7 +60,9 @@ def memory_plan(model, *, config, longest: int, world: int, device, training: bo
     total = max(size(absent=TRAINING), size(absent=SAMPLING)) if cuda else size()
     summary = ", ".join(f"{name} {part / GIB:.2f}" for name, part in parts.items() if part)
     if total > available:
-        in_update = cuda and total > size(absent=TRAINING)
+        in_update = parts.get("micro-batch", 0) > parts["KV pool"]
+        if cuda:
+            in_update = total > size(absent=TRAINING)
         advice = "lower --micro_tokens" if in_update else "lower --kv_tokens"
         if training:
             advice += ", or use --recompute_activations, --lora_rank 16, or --fsdp over more ranks"

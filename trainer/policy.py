@@ -246,6 +246,8 @@ def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[
         with policy.no_sync() if no_sync else contextlib.nullcontext():
             loss, batch_stats = policy(batch, **objective)
             (loss * world).backward()
+        if batch.keys is not None:
+            batch.keys.masks = None  # A step's batches stay, and such masks are large.
         stats.append(batch_stats)
     return stats
 
