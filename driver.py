@@ -76,7 +76,7 @@ class IdleSelector(selectors.DefaultSelector):
     """A selector that calls `on_idle` when an event loop has nothing left to do.
 
     A loop with work asks its selector to wait 0 seconds. Any other wait means that all coroutines
-    wait for a request or a tool. So no episode may await a sleep.
+    wait for a request or a tool. A sleep would look the same, so no episode may await one.
     """
 
     def __init__(self, on_idle: Callable[[], None]):

@@ -80,7 +80,7 @@ def token_weights(
 
     It is loss_weight / (|y| · `counts`) where the mask is True, else 0; |y| is the mask's sum.
     `loss_weights` says how often each sample counts (default 1). `counts` is the sum of the loss
-    weights of all samples of this loss term in the step, over all ranks. So losses are simply
+    weights of all samples of this loss term in the update, over all ranks. So losses are simply
     summed over micro-batches and ranks. With `mean` "token" the weight is loss_weight / `counts`,
     and `counts` is the number of trained tokens, each times its sample's loss weight. ValueError if
     there are samples and `counts` is not above 0.

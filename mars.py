@@ -69,7 +69,7 @@ class MarsConfig(Config):
     tools: str = option("search,scholar,python:raw", "`:raw`: its output reaches System 2 unread")
     steps: int = 32
     eval_every: int = 16
-    group: int = 16  # the paper's, see PAPER
+    group: int = 16  # the paper's
     inner_steps: int = 4
 
     max_turns: int = option(5, "steps of System 2; the last one must answer", heading="limits")
@@ -262,7 +262,7 @@ async def distil(
         env.on_event(system1.role, env.chat.text(response.tokens))
         return env.chat.note(response.tokens)
 
-    # The seeds of the draws count chunks from 1.
+    # Chunks are numbered from 1. The number is a part of the seed of a draw.
     return await asyncio.gather(*(read(n, indices) for n, indices in enumerate(bins, 1)))
 
 

@@ -428,7 +428,7 @@ def main(
             given = parse(parser(method.config, description), arguments)
             options = complete("train", take_options(given))
             config = resolve(method.config, options, presets=method.presets)
-            if given.get("resume"):  # `take_options` clears it at a first start.
+            if given.get("resume"):  # `take_options` has cleared it at a first start; MIFO refuses.
                 dataclasses.replace(config, resume=True).check(training=True)
             if config.resample and method.play_step:
                 raise UserError(f"--resample has no use: {method.name} plays its steps by itself")

@@ -11,7 +11,8 @@ The look-up and the other notes stay as they were sampled.
 A rule's fidelity is the correlation, over all notes, of its advantage (times the weight in the
 loss) with the worth. Intervals are a bootstrap over questions, 95 %. `infomem` is the gain in the
 log-likelihood of the right answer through the note (InfoMem, arXiv 2606.03329). `other draws` is
-the correlation r between two halves of the draws. Noise keeps every rule below √(2r / (1 + r)).
+the correlation r between two halves of the draws. Noise keeps every rule below √(2r / (1 + r))
+(Spearman and Brown).
 
 Results: bench/results/almanac/fidelity-NAME.json. Tests: pytest tests/test_almanac.py
 """

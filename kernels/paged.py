@@ -262,7 +262,7 @@ def triton_paged_attention(
         kv_ranges = own_ranges(lengths)
     shared = len(kv_ranges) - B
     most = MAX_PARTS // (LEVELS + 2) if shared else MAX_PARTS
-    # In a CUDA graph the table is as wide as the pool, but a row has only a part of the pool.
+    # In a CUDA graph the table is as wide as the pool. Each row is taken to have an equal part.
     pages = min(block_table.shape[1], -(-len(k_pages) // max(1, B)))
     limits = Hkv, pages * page_size, block, programs_at_once(q.device), most
     own_splits = splits or split_count(B, *limits)

@@ -44,7 +44,7 @@ from tools import documents, web
 
 # Options that ask does not read, beside those that only training reads.
 NOT_FOR_ASK = {"name", "runs", "resume", "grader", "eval_questions", "group", "max_calls"}
-BATCH = 512  # attempts that a rank plays together and then writes; a kill loses at most these
+BATCH = 512  # attempts that a rank plays together and then writes; a kill loses at most one batch
 
 
 def main(

@@ -81,7 +81,7 @@ def take_back(run: Run, first: int) -> None:
     write_whole(path, as_lines([line for line in read_lines(path) if line["step"] < first]))
     files = folders.rollout_files(run.folder)
     # The final evaluation of a run that ended after `first` steps is in the file of step `first`.
-    # It stays unless the resumed run evaluates at that step too.
+    # If the resumed run evaluates at that step too, the file goes. Else its evaluation stays.
     if first in files and first % run.config.eval_every:
         evaluation = [line for line in read_lines(files[first]) if line["split"] == "eval"]
         write_whole(files.pop(first), as_lines(evaluation))
@@ -184,7 +184,7 @@ def turn_record(turn: Turn, chat: Format) -> dict:
 def reader_record(reader: Context, chat: Format) -> dict:
     """A context that a turn opened: what it was given and wrote, and its turns if any."""
     sample = reader.sample
-    # The number of tokens before the first sampled one; all if the server was lost before it.
+    # The number of tokens before the first sampled one; all if no token was sampled.
     given = [*sample.mask, True].index(True)
     turns = {"turns": [turn_record(turn, chat) for turn in reader.turns]} if reader.turns else {}
     return {

@@ -1,7 +1,7 @@
 """The numbers of metrics.jsonl: sums over the trajectories and updates of all ranks.
 
-Means of an update are over live tokens: those with a weight in the loss. A rollout's log-probs are
-means over all sampled tokens.
+Means of an update count only live tokens: those with a weight in the loss. A rollout's mean
+log-probs count all sampled tokens.
 
 Tests: pytest tests/test_metrics.py
 """
@@ -209,8 +209,9 @@ def clustered_interval(means: Sequence[float], attempts: int) -> tuple[float, fl
     """The 95 % interval of the mean of `means`: one for each question, over its `attempts`.
 
     Attempts at one question resemble each other, so they tell less than independent answers would.
-    The variance of the questions' means says how many independent answers tell as much, at most
-    the number of all attempts. Wilson's score takes that number as the total.
+    The variance of the questions' means gives the effective sample size: how many independent
+    answers would tell as much, at most the number of all attempts. Wilson's score takes it as the
+    total.
     """
     mean = statistics.fmean(means)
     independent = len(means)  # where no variance can be measured

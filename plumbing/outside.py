@@ -80,7 +80,7 @@ def environment(
             problems.append(str(error))
 
     collect_problem(check_machine, config, machine)
-    tracker = importlib.util.find_spec(config.track)  # a mere folder of that name has no origin
+    tracker = importlib.util.find_spec(config.track)  # a folder without __init__.py has no origin
     if training and config.track != "none" and not (tracker and tracker.origin):
         problems.append(f"--track {config.track} needs its package: pip install {config.track}")
     grade = grade or collect_problem(grading.grader, config.grader)

@@ -90,8 +90,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draws an index per row, with probabilities proportional to weights [B, n].
 
     Returns the first indices [B] at which the running sum of the weights exceeds u times their
-    total, and new uniform numbers in [0, 1) [B]: the relative place of u · total within that
-    weight. An index of weight 0 is never drawn.
+    total, and new uniform numbers in [0, 1) [B]: how far u · total lies within that weight, as a
+    share of it. An index of weight 0 is never drawn.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     threshold = uniforms[:, None] * cumulative[:, -1:]

@@ -91,7 +91,9 @@ class Pages:
         for page, content in zip(block_table, self.split(tokens)):
             key = parent, content
             if key not in self.known:
-                self.known.pop(self.keys.get(page), None)  # its key if its parent was evicted since
+                self.known.pop(
+                    self.keys.get(page), None
+                )  # Its parent was evicted: its old key leads nowhere.
                 self.known[key] = page, next(self.ids)
                 self.keys[page] = key
             parent = self.known[key][1]

@@ -18,8 +18,8 @@ from sampler.draws import hash64, uniform
 from sampler.request import Request
 
 # On CUDA shared pages are read together only if that saves at least this many tokens. By
-# arithmetic, one more split for each of eight rows costs as much (TOKENS_PER_START in
-# kernels/paged.py).
+# arithmetic, one more split for each of eight rows costs as much: 8 · TOKENS_PER_START of
+# kernels/paged.py.
 LEAST_TOKENS = 256
 # (source, target) pages, to be copied in order: a later source may be an earlier target.
 Copies = list[tuple[int, int]]
@@ -142,8 +142,9 @@ def plan_decode(requests: list[Request], state: Rows, page_size: int) -> Decode:
     """The next token of each of these requests. Their rows count as fresh no longer."""
     rows = np.array([request.row for request in requests])
     width = -(-int(state.length[rows].max()) // page_size)
-    # Rows are sorted by their pages, so that rows with the same first pages are neighbours. The
-    # numbers after a row's last page do not matter, because no other row has that page.
+    # Rows are sorted by their pages, so that rows with the same first pages are neighbours. Two
+    # rows differ at the latest in the last page of the shorter one, so stale numbers after it do
+    # not matter.
     tables = [table.tobytes() for table in state.block_table[rows, :width]]
     order = sorted(range(len(rows)), key=tables.__getitem__)
     rows = rows[order]
@@ -211,7 +212,7 @@ def find_shared_pages(
             shared.append(SharedPages(begin, end, first, last, level))
             first = last
             level += 1
-        # It is cut where neighbours share the fewest pages.
+        # The rows are cut where neighbours share the fewest pages.
         cuts = (begin + 1 + np.flatnonzero(between == last)).tolist()
         for cut in [*cuts, end]:
             visit(begin, cut, first, level)

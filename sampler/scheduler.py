@@ -5,7 +5,7 @@ A request goes through these lists:
   prefilling   it has a row and pages; keys and values of its context are still missing
   decoding     only the newest token's key and value are missing: each step feeds that token and
                samples the next
-  (none)       the device computes its last token, and the host has not read that token yet
+  (no list)    the device computes its last token, and the host has not read that token yet
   finished     it has a completion, and step() returns it next
 
 If there are too few free pages, conversations that do not run are preempted, the youngest first,
@@ -97,8 +97,8 @@ class Scheduler:
         """Gives rows and pages to waiting requests, the oldest first. Returns the page copies.
 
         A conversation shares the first pages of a source, a conversation with a similar prompt
-        (Pages.fork). A request whose source still prefills these pages is postponed, and one free
-        row is reserved for it.
+        (Pages.fork). While its source still prefills these pages, a request is postponed, and one
+        free row is kept for it.
         """
         copies = []
         postponements = []
@@ -130,7 +130,7 @@ class Scheduler:
         """
         needed = self.pages.missing(conversation.block_table, len(conversation.tokens))
         needed -= shared // self.pages.size
-        if source is not None:  # Kept pages that it takes over are no longer available.
+        if source is not None:  # Kept pages count as available. It takes these over.
             needed += len(self.pages.kept.keys() & source.block_table)
         running = len(self.prefilling) + len(self.decoding)
         return needed + running - self.pages.available

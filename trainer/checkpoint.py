@@ -62,7 +62,7 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
     weights = merged_weights(model)
     adapter_weights = {name: gather_full(p).cpu() for name, p in adapters(model).items()}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    moments = {}  # Before the first update PyTorch's function would make an update to get some.
+    moments = {}  # To get some, PyTorch's function would make an update.
     if optimizer.state:
         moments = get_optimizer_state_dict(policy, optimizer, options=options)
 

@@ -53,7 +53,7 @@ def memory_plan(model, *, config, longest: int, world: int, device, training: bo
     kv_tokens = config.kv_tokens or CPU_KV_TOKENS
     if cuda and not config.kv_tokens:
         room = GPU_SHARE * available - size(absent={"KV pool", *TRAINING})
-        # At most two of the longest contexts per row are of use. One must fit, in whole pages.
+        # More than two of the longest contexts per row are no use. One must fit, in whole pages.
         most = min(room * GIB // (parts["KV pool"] or 1), 2 * config.max_sequences * longest)
         kv_tokens = max(int(most), longest + 64)
     parts["KV pool"] *= kv_tokens  # until here the bytes of one token
