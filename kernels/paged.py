@@ -45,7 +45,7 @@ from kernels.backend import check, jit, tl, triton, use_triton
 BUFFER_BYTES = 8192
 # From the block table's load to the product there are three stages, so two buffers need five.
 NUM_STAGES = 5
-HEAD_SIZES = (16, 32, 64, 128, 256)  # the head sizes that the kernels take
+HEAD_SIZES = (16, 32, 64, 128)  # A program of head size 256 would exceed PROGRAM_BYTES.
 MAX_PARTS = 64  # The merge keeps [parts, Dh] in registers.
 # Starting and merging a split takes about as long as reading this many tokens (by arithmetic).
 TOKENS_PER_START = 32
