@@ -47,8 +47,8 @@ from tasks.questions import Question
 from tools import web
 
 MAX_NORM = 1.0  # of the gradient
-# A state is saved before each evaluation but the last, one step before that, and when the newest
-# state on disk is this old.
+# A state is saved before each evaluation, and when the newest state on disk is this old. The last
+# evaluation may fail too, so a state is at most two steps older.
 SAVE_EVERY = 10  # in steps
 SAVE_SECONDS = 3600
 
@@ -343,7 +343,7 @@ def train(run: Run, sigterms: list) -> int:
         late = time.monotonic() - last_save_at > SAVE_SECONDS
         wishes = sum_over_ranks({"stop": len(sigterms), "save": late})  # of all ranks
         regular = updates % config.eval_every == 0 or updates - last_save >= SAVE_EVERY
-        regular |= updates == config.steps - 1  # An evaluation ends the last step, and may fail.
+        regular |= updates == config.steps - 1 and updates - last_save > 1
         permanent = config.keep_every and updates % config.keep_every == 0
         # --max_calls can stop a rank within a step, so a state is saved after each.
         if wishes.total() or regular or permanent or config.max_calls or updates == config.steps:

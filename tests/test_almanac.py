@@ -319,7 +319,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         (folder / "config.json").write_text(json.dumps(vars(config)))
         (folder / "metrics.jsonl").write_text('{"step": 3, "eval_step": 4, "tokens_read": 7}')
 
-    monkeypatch.setattr(arms, "cells", lambda folder: {"all": [1, 2]})
+    monkeypatch.setattr(arms, "cells", lambda folder, page_fields: {"all": [page_fields, 9]})
     monkeypatch.setattr(arms, "call_python", call_python)
     options = SimpleNamespace(seeds=[5], arms=arms.ARMS["almanac"], eval_questions="9")
     options.more, options.runs, options.records = ["--bf16", "on"], tmp_path, tmp_path / "records"
@@ -335,6 +335,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     for name, cost in costs.items():
         record = json.loads((longer.records / f"{name}-greedy.json").read_text())
         assert record["right"] == "10" and record["of a step"] == cost
+        assert record["cells"] == {"all": [6, 9]}, "of the world with these pages"
     rows = pages.tabulate(options)
     counts = [(row["arm"], row["decoding"], row["tokens"], row["right"]) for row in rows]
     assert sorted(counts) == [(arm, "sampled", 6000, 1) for arm in sorted(pages.ARMS)]

@@ -703,7 +703,7 @@ def test_a_step_without_tools_is_not_trained_on(trained, base, tmp_path, monkeyp
     "pause, eval_every, keep_every, steps, saved",
     [
         (0.6, 9, 0, 5, [2, 4, 5]),
-        (0, 99, 0, 12, [10, 11, 12]),
+        (0, 99, 0, 13, [10, 12, 13]),
         (0, 16, 7, 29, [7, 14, 16, 21, 28, 29]),
     ],
 )
