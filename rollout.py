@@ -246,10 +246,10 @@ class Env:
         except ToolError as error:
             trajectory.turns[-1].problem = f"judge failed: {error}"
             return None
-        return None if reward is None else checked(reward)
+        return None if reward is None else check_reward(reward)
 
 
-def checked(reward) -> float:
+def check_reward(reward) -> float:
     """A grader's result (also of NumPy or PyTorch) as a float. UserError if it is not in 0..1."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
         if 0 <= (number := float(reward)) <= 1:

@@ -47,8 +47,8 @@ from tasks.questions import Question
 from tools import web
 
 MAX_NORM = 1.0  # of the gradient
-# A state is saved before each evaluation, and when the newest state on disk is this old. The last
-# evaluation may fail too, so a state is at most two steps older.
+# A state is saved before each evaluation, and when the newest state on disk is this old. If the
+# last evaluation fails, the newest state lacks at most two steps.
 SAVE_EVERY = 10  # in steps
 SAVE_SECONDS = 3600
 

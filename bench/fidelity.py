@@ -174,7 +174,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.draws < 2 or options.draws % 2:
-            raise UserError("--draws must be even, because the halves of the draws are compared")
+            raise UserError("--draws must be even and above 0: the halves are compared")
         checkpoint, settings = weights_of(options.run, options.start)
         run = open_run(checkpoint, settings | {"eval_questions": options.questions})
         rows = measure(run, options.questions, options.group, options.draws)

@@ -7,7 +7,9 @@
 Every arm is trained and evaluated anew at each length (--page_fields of the recipe). A single agent
 gives a page at most half of its context, 4,096 tokens, so it must cut longer pages; BM25's passages
 and readers see all of them. The runs are those of bench.arms: a stopped command goes on where it
-was. Results: pages.json and pages.png beside RECORDS. Tests: pytest tests/test_almanac.py
+was. Results: pages.json and pages.png, in bench/results/almanac (the folder above --records).
+
+Tests: pytest tests/test_almanac.py
 """
 
 import argparse

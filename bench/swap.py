@@ -57,11 +57,11 @@ def measure(options: argparse.Namespace) -> list[dict]:
     records = {}
     for run, system2, system1, model in pairs(options.run):
         path = options.records / f"{run.name}, {system2}, {system1}.json"
-        of = [str(run.resolve()), str(model), options.questions]
-        if not path.exists() or folders.read_json(path)["of"] != of:
+        key = [str((run / "checkpoint").resolve()), str(model), options.questions]
+        if not path.exists() or folders.read_json(path).get("key") != key:
             record = answers(run, system2 == "start", model, options.questions)
             options.records.mkdir(parents=True, exist_ok=True)
-            folders.write_json(path, record | {"of": of})
+            folders.write_json(path, record | {"key": key})
         records[run.name, system2, system1] = folders.read_json(path)
     rows = []
     for (run, system2, system1), record in records.items():

@@ -90,8 +90,8 @@ def settings(method: Method, options: dict, asking: bool) -> Config:
     if other_search:  # The options of one search mean nothing to another.
         saved |= {"docs": "", "eval_docs": "", "pages": "none", "block": ""}
     local = options.get("search", saved.get("search", "local")) == "local"
-    nothing = local and not options.get("docs", saved.get("docs"))
-    if asking and nothing and (other_search or not is_run):
+    no_documents = local and not options.get("docs", saved.get("docs"))
+    if asking and no_documents and (other_search or not is_run):
         raise UserError(
             "there is nothing to search: name documents with --docs, or use --search serper"
         )

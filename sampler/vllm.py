@@ -179,7 +179,6 @@ class Remote:
 
     def close(self, conversation: Conversation) -> None:
         """Ends a conversation. Its open request, if any, ends with an error."""
-        conversation.closed = True
         if request := conversation.request:
             request.error = "the conversation was closed"
             self.requests.discard(request)

@@ -32,8 +32,8 @@ from toy.language import ToyFormat
 ROLE = "solver"
 AT_ONCE = "at once"  # the kind of question whose prompt ends in <answer>
 # Written answers need these values.
-FIXED = {"loss_mean": "sample", "temperature": 1.0, "inner_steps": 1, "grader": "em", "fsdp": False}
-FIXED |= {"lora_rank": 0}
+FIXED = {"loss_mean": "sample", "temperature": 1.0, "inner_steps": 1, "grader": "em"}
+FIXED |= {"fsdp": False, "lora_rank": 0}
 UNREAD = {"tools": "", "search": "local", "docs": "", "top_k": 3}  # by methods without tools
 # train.main needs at least one tool, though nobody calls any.
 NO_TOOL = Tool("none", "argument", "nobody calls it", lambda argument: [])

@@ -177,7 +177,7 @@ def read_rows(path: Path, name: str) -> Iterator[tuple[int, dict]]:
             rows = path.read_bytes().decode("utf-8-sig").split("\n")
     except ImportError as error:
         raise UserError(f"{name} is a parquet file: pip install pyarrow") from error
-    except (OSError, ValueError, csv.Error, NotImplementedError) as error:  # the last: PyArrow
+    except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"the questions in {name:.100} cannot be read ({error})") from error
     for number, row in enumerate(rows, 1):
         if isinstance(row, str):
@@ -220,7 +220,7 @@ def read_row(row: dict, source: str, number: int, question: str, answer: str) ->
     if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
         raise ValueError(f'"golden_answers" is not a list of texts, nor "{answer}" a text')
     if source == "browsecomp":
-        text, *golds = [decrypt(part, str(row.get("canary", ""))) for part in (text, *golds)]
+        text, *golds = [decrypt(part, row.get("canary", "")) for part in (text, *golds)]
     if not "".join(golds).strip():
         golds = []
     if not isinstance(label, str) or not label.isprintable() or label.strip() in ("", "all"):

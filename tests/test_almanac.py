@@ -336,6 +336,7 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         record = json.loads((longer.records / f"{name}-greedy.json").read_text())
         assert record["right"] == "10" and record["of a step"] == cost
         assert record["cells"] == {"all": [6, 9]}, "of the world with these pages"
+    options.seeds = [0]  # of what is run; the table has all seeds
     rows = pages.tabulate(options)
     counts = [(row["arm"], row["decoding"], row["tokens"], row["right"]) for row in rows]
     assert sorted(counts) == [(arm, "sampled", 6000, 1) for arm in sorted(pages.ARMS)]
@@ -369,6 +370,26 @@ def test_fidelity_is_a_correlation_with_an_interval_over_questions():
     none = fidelity.fidelity(noise, worth, questions)
     assert none["low"] < 0 < none["high"] < 0.25
     assert fidelity.fidelity(np.ones(320), worth, questions)["correlation"] == 0
+
+
+def test_a_pair_is_played_again_for_other_questions_or_weights(tmp_path, monkeypatch):
+    played = []
+    monkeypatch.setattr(swap, "answers", lambda *given: played.append(given) or {"right": "10"})
+    run = tmp_path / "mars-0"
+    for state in ("one", "two"):
+        (run / state).mkdir(parents=True)
+    (run / "config.json").write_text('{"model": "warm"}')
+    (run / "checkpoint").symlink_to("one")
+    options = SimpleNamespace(run=[run], records=tmp_path / "records", questions=2)
+    for again in (4, 0):
+        assert len(swap.measure(options)) == 4 and len(played) == again
+        played.clear()
+    options.questions = 3
+    swap.measure(options)
+    (run / "checkpoint").unlink()
+    (run / "checkpoint").symlink_to("two")
+    swap.measure(options)
+    assert len(played) == 8
 
 
 def test_every_system_2_is_paired_with_every_reader_once(tmp_path):

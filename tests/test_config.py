@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,12 +33,12 @@ def test_every_option_is_in_the_help_once(options):
     assert sorted(told) == sorted(f"--{field.name}" for field in fields)
 
 
-def settings(monkeypatch, run: mars.MarsConfig, *, asking: bool, **options):
+def settings(monkeypatch, run, *, asking: bool, method=mars.METHOD, **options):
     """The settings of `eval` or `ask` with options, on a checkpoint of this run."""
     found = Path("model"), dataclasses.asdict(run)
     monkeypatch.setattr(models, "find_checkpoint", lambda *_: found)
     options["checkpoint"] = "checkpoint"
-    return evaluation.settings(mars.METHOD, options, asking)
+    return evaluation.settings(method, options, asking)
 
 
 def test_a_run_that_asked_a_service_needs_documents_for_a_local_search(monkeypatch):
@@ -48,9 +49,33 @@ def test_a_run_that_asked_a_service_needs_documents_for_a_local_search(monkeypat
     assert not settings(monkeypatch, mars.MarsConfig(), asking=True).docs, "the toy has its world"
 
 
-def test_an_evaluation_may_leave_the_reader_out_of_a_run_without_balance(monkeypatch):
-    config = settings(monkeypatch, mars.MarsConfig(balance="none"), asking=False, system1="none")
-    assert config.system1 == "none"
+@pytest.mark.parametrize(
+    "module, trained, asked",
+    [
+        (mars, {"balance": "none"}, {"system1": "none"}),
+        (almanac, {"balance": "none", "credit": "candid"}, {"system1": "frozen"}),
+        (matpo, {"own_groups": True}, {"workers": "frozen"}),
+    ],
+)
+def test_an_evaluation_may_change_what_a_runs_credit_forbids(monkeypatch, module, trained, asked):
+    run = module.METHOD.config(**trained)
+    config = settings(monkeypatch, run, asking=False, method=module.METHOD, **asked)
+    assert vars(config).items() >= asked.items()
+
+
+def test_hidden_files_do_not_count_as_changed_documents(tmp_path):
+    config = mars.MarsConfig(docs=str(tmp_path / "docs"), model=str(tmp_path / "model"))
+    run = SimpleNamespace(config=config, fingerprint="questions")
+    (tmp_path / "docs" / ".git").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "docs" / "a.md").write_text("a")
+    before = evaluation.fingerprint(run, None)
+    (tmp_path / "docs" / ".git" / "index").write_text("new")
+    assert evaluation.fingerprint(run, None) == before
+    for changed in (tmp_path / "docs" / "b.md", tmp_path / "model" / "config.json"):
+        changed.write_text("new")
+        assert evaluation.fingerprint(run, None) != before
+        before = evaluation.fingerprint(run, None)
 
 
 def test_help_shows_reasons_and_defaults_by_group():

@@ -125,6 +125,16 @@ def test_a_micro_batchs_peak_is_at_most_the_plans_and_not_far_below(kind, recomp
     assert longer > 1.8 * planned, "the longest sample counts, not only the packed ones"
 
 
+def test_a_cpu_is_told_to_lower_the_larger_part(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "999999")  # No plan fits a millionth of the memory.
+    new("qwen3").save_pretrained(tmp_path)
+    how = {"longest": 64, "world": 1, "device": CPU}
+    for tokens, advice in ((1 << 24, "lower --kv_tokens"), (64, "lower --micro_tokens")):
+        config = mars.MarsConfig(kv_tokens=tokens)
+        with pytest.raises(UserError, match=advice):
+            trainer.memory_plan(str(tmp_path), config=config, **how)
+
+
 QWEN3 = {  # hidden size, intermediate size, layers, heads
     "0.6B": (1024, 3072, 28, 16),
     "1.7B": (2048, 6144, 28, 16),

@@ -264,6 +264,17 @@ def test_fp32_on_cuda_is_refused_before_anything_is_loaded(tmp_path, monkeypatch
         warm_start.train(WarmStart(model="nowhere", bf16="off"), None, tmp_path)
 
 
+def test_an_output_that_nobody_takes_is_not_blamed_on_the_folder(
+    command, tmp_path, capsys, monkeypatch
+):
+    lost = Mock(side_effect=BrokenPipeError(32, "Broken pipe"))
+    monkeypatch.setattr(warm_start, "print", lost, raising=False)
+    monkeypatch.setattr(warm_start, "discard_output", Mock())
+    assert command() == 2
+    assert "what is printed cannot be written (Broken pipe)" in capsys.readouterr().err
+    assert not any(path.is_dir() for path in tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("given, code", [({"model": "nowhere"}, 2), ({}, 130)])
 def test_what_ends_early_leaves_nothing(command, tmp_path, capsys, monkeypatch, given, code):
     monkeypatch.setattr(warm_start, "learn", Mock(side_effect=KeyboardInterrupt))

@@ -33,6 +33,7 @@ LONGEST_TITLE = 300
 # Scripts without spaces (Chinese, Japanese, Thai, Lao, Burmese, Khmer): a character is a word.
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 UNSPACED += "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
+NO_SPACE = re.compile(r"\S")
 WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 # A heading begins with # or is underlined. Code blocks match first: their # begins a comment.
 HEADING = re.compile(
@@ -173,8 +174,8 @@ def passages(
         if count:
             heading = headings[count - 1]["marked"] or headings[count - 1]["underlined"]
             title = f"{title} › {heading[:LONGEST_TITLE].rstrip(' #')}"
-        word = begin + re.match(r"\s*", text[begin:]).end()  # A page may end with a new line.
-        first = bisect.bisect_left(ends, word) + 1
+        word = NO_SPACE.search(text, begin)  # A page may end with a new line.
+        first = bisect.bisect_left(ends, word.start()) + 1
         last = bisect.bisect_left(ends, end) + 1
         place = f"{unit} {first}" if first == last else f"{unit}s {first}-{last}"
         url = document.url

@@ -52,10 +52,9 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer, tokenizer) -> No
     UserError, without any change, if weights or moments are not finite.
     """
     if not all_finite(policy, optimizer):
-        source = f"from the last state, with --model {folder}/checkpoint and"
         raise UserError(
             f"weights or moments are not finite after {step} steps, so they were not saved: begin "
-            f"a new run {source if newest(folder) else 'with'} a lower --lr"
+            f"a new run from the last state, with --model {folder}/checkpoint and a lower --lr"
         )
     # Weights and moments are gathered on rank 0, with the names of an unsharded model.
     model = unwrap(policy).model
