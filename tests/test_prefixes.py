@@ -150,6 +150,12 @@ def test_samples_that_share_nothing_are_packed_first_fit_decreasing():
     assert prefixes.keys_of(added, rows_of, CPU) is None
 
 
+def test_no_mask_outlives_its_micro_batch():
+    (batch,) = pack(family())
+    step(trainer.Policy(model("qwen3"), bf16=False), [batch])
+    assert batch.keys.masks is None
+
+
 class OnCuda(torch.Tensor):
     is_cuda = True
 
