@@ -24,7 +24,7 @@ most 8 + 4 · 2 · 8 = 72 samples, all in one mean of the loss.
     python -m siblings.marsrl --learners solver          only the solver learns; or: checkers
 
 From the paper: the stages, the rewards, the groups, the three choices, the pipeline over agents.
-Ours: we understand that there are two inputs for each question and stage. Equal outputs count once,
+Ours: we understand that there are two inputs for each question and stage. Equal inputs count once,
 so that no two groups have the same input. The paper does not mention clipping or a KL term: we clip
 at 0.2 and have no KL term. The pipeline within an agent (segments of 16k tokens) is left out: it
 would not be on policy.
@@ -274,7 +274,7 @@ def next_tasks(run: Run, trajectories: list[Trajectory], step: int) -> list[tupl
             continue
         follower = STAGES[STAGES.index(stage) + 1]
         rng = random.Random(f"{config.seed} {step} {name} {follower}")
-        for number, output in enumerate(choose(config, candidates, follower, rng)):
+        for number, output in enumerate(choose(config, run.chat, candidates, follower, rng)):
             # Each input has a place of its own. --inner_steps divides --questions, so all groups
             # of a question are in the same inner step.
             place = output.question_index % config.questions
@@ -284,10 +284,15 @@ def next_tasks(run: Run, trajectories: list[Trajectory], step: int) -> list[tupl
 
 
 def choose(
-    config: MarsrlConfig, outputs: list[Trajectory], follower: str, rng: random.Random
+    config: MarsrlConfig,
+    chat: Format,
+    outputs: list[Trajectory],
+    follower: str,
+    rng: random.Random,
 ) -> list[Trajectory]:
     """The outputs of a stage that are inputs of the next stage, for one question.
 
+    Of outputs from which the follower would read the same, one is kept.
     adaptive: first wrong solutions (for a verifier) or true alarms (for a corrector), then others.
     balanced: as many of these as of the others. random: any.
     """
@@ -296,7 +301,8 @@ def choose(
     for output in rng.sample(outputs, len(outputs)):
         turn = output.turns[0]
         if turn.flags or not correcting:
-            distinct.setdefault((turn.task.answer, tuple(turn.sampled)), output)
+            task = follow(chat, turn, follower)
+            distinct.setdefault((task.answer, task.report), output)
     candidates = list(distinct.values())
     count = config.inputs
     if config.choice == "random":

@@ -153,9 +153,9 @@ def test_a_group_is_one_input():
     assert len({members[0].question_index for members in groups.values()}) == len(groups)
 
 
-def outputs(run, stage: str, words: list[str], verdict: str = "wrong") -> list[Trajectory]:
+def outputs(run, stage, words, verdict="wrong", shown="lamps") -> list[Trajectory]:
     """Outputs of a stage, in this order. Its task shows the solution "lamps", which is wrong."""
-    shown = {"answer": tuple(CHAT.encode("lamps")), "report": tuple(CHAT.encode("chess wrong"))}
+    shown = {"answer": tuple(CHAT.encode(shown)), "report": tuple(CHAT.encode("chess wrong"))}
     golden = (verdict,) if "verifier" in stage else QUESTION.golden_answers
     task = marsrl.Task("t", QUESTION.text, golden, "own", QUESTION, stage, 0, **shown)
     lines = list(words)
@@ -166,7 +166,8 @@ def outputs(run, stage: str, words: list[str], verdict: str = "wrong") -> list[T
 def chosen(choice, follower: str, words: list[str], inputs: int, seed: int) -> list[str]:
     run = scripted(None, choice=choice, inputs=inputs)
     stage = STAGES[STAGES.index(follower) - 1]
-    picked = marsrl.choose(run.config, outputs(run, stage, words), follower, random.Random(seed))
+    rng = random.Random(seed)
+    picked = marsrl.choose(run.config, CHAT, outputs(run, stage, words), follower, rng)
     return [CHAT.text(CHAT.note(output.turns[0].sampled)) for output in picked]
 
 
@@ -182,11 +183,20 @@ def test_the_choice_of_inputs(seed):
     run = scripted(None, inputs=1)
     false = outputs(run, "verifier1", ["chess wrong"] * 3, verdict="right")
     true = outputs(run, "verifier1", ["1968 wrong"])
-    assert marsrl.choose(run.config, false + true, "corrector1", random.Random(seed)) == true
+    rng = random.Random(seed)
+    assert marsrl.choose(run.config, CHAT, false + true, "corrector1", rng) == true
     picked = chosen("balanced", "verifier1", solutions, 2, seed)
     assert picked.count("chess") == 1 and len(set(picked)) == 2
     assert len(chosen("balanced", "verifier1", ["lamps", "1968", "dover"], 2, seed)) == 2
     assert sorted(chosen("random", "verifier1", solutions, 4, seed)) == sorted(set(solutions))
+
+
+def test_equal_corrections_of_two_solutions_are_one_input():
+    run = scripted(None)
+    words = ["1968"] * 2
+    corrections = outputs(run, "corrector1", words) + outputs(run, "corrector1", words, shown="dover")
+    picked = marsrl.choose(run.config, CHAT, corrections, "verifier2", random.Random(0))
+    assert len(picked) == 1
 
 
 def test_the_pipeline_shifts_each_stage_by_a_batch():
