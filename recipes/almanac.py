@@ -73,9 +73,12 @@ class AlmanacConfig(MarsConfig):
         """Refuses limits without a warm start, and a rule of credit for notes that do not count."""
         self.at_least(0, "warm_steps", "page_fields")
         self.at_least(1, "read_every")
-        conflict = self.balance != "none" or self.system1 != "train" or self.shared_group
+        conflict = self.balance != "none" or self.system1 != "train"
+        conflict = conflict or self.shared_group or self.resample > 0
         if training and self.credit != "mars" and conflict:
-            raise UserError("--credit needs --balance none, --system1 train and no --shared_group")
+            raise UserError(
+                "--credit needs --balance none, --system1 train, no --shared_group, no --resample"
+            )
         super().check(training)
 
 
@@ -113,6 +116,9 @@ SHORT |= {"questions": 4, "eval_questions": 16}
 # Each of the three passages of 200 words gets a sixth of the context.
 PASSAGES = ALMANAC | {"system1": "none", "balance": "uniform", "sys2_context": 2560}
 PRESETS = {"almanac": ALMANAC, "almanac-short": SHORT, "almanac-passages": PASSAGES}
+
+# These options choose other questions or pages.
+FIXED = {"data": "almanac", "eval_data": "", "search": "local", "docs": "", "top_k": 3}
 
 # ---------------------------------------------------------------------------------- demonstrations
 
@@ -293,8 +299,8 @@ def credit(config: AlmanacConfig, trajectories: list[Trajectory], step: int) -> 
     own       a note has a reward of its own, 1 if it is right, else 0; the notes on one chunk for
               the same question and purpose are a group
     candid    as `own`, but a chunk holds the fact if any note on it tells the fact. A note on such
-              a chunk earns 1 for telling it and -1 for silence; on any other, 1 for silence. Each
-              of the two kinds of chunk has half of the weight
+              a chunk earns 1 for telling it and -1 for silence; on any other, 1 for silence. The
+              notes on each of the two kinds of chunk have the same sum of weights
     """
     terms = mars.credit(config, trajectories, step)
     if config.credit == "mars":
@@ -360,6 +366,10 @@ def complete(tools: list[Tool], command: str, given: dict) -> dict:
 
     Adds the look-up to `tools`, since its pages depend on the options.
     """
+    if command != "ask":  # There a model that is no run's must be given --docs.
+        for name, value in FIXED.items():
+            if given.get(name, value) != value:
+                raise UserError(f"the almanac has its own questions and pages: leave --{name} out")
     if command == "train":
         if given.get("system1", "train") != "train":  # the preset's balance would be refused
             given = {"balance": "uniform"} | given

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import trainer
 from config import UserError, fail, parse, parser
-from plumbing import models
+from plumbing import evaluation, models
 from rollout import Sample
 from siblings import bvpo_toy as toy
 from siblings import solo
@@ -140,15 +140,18 @@ def main(options: type, arguments: list[str]) -> int:
         if count < 1:
             raise UserError("--pairs must be at least 1")
         model, saved = models.find_checkpoint("bvpo", run) if run else (None, {})
-        read = {"cache"} if run else {"cache", "seed", "model", "beta"}
+        read = set() if run else {"cache", "seed", "model", "beta"}
         if saved is None or given.keys() - read:
             raise UserError(
-                "measure takes --pairs, --cache, and a run of BVPO or --seed, --model and --beta: "
+                "measure takes --pairs, and a run of BVPO or --cache, --seed, --model and --beta: "
                 "leave the rest out"
             )
         config = options(**(saved | given))
         config.check(training=False)
-        start = config.model if config.model != "toy" else toy.build(config.cache, config.seed)
+        if run:
+            start = evaluation.frozen_model(Path(run))
+        else:
+            start = config.model if config.model != "toy" else toy.build(config.cache, config.seed)
         chat = solo.Language(models.load_tokenizer(start))
         policy, reference = load(model or start), load(start)
         pairs = [toy.pair("measure", config.seed, i) for i in range(count)]

@@ -54,16 +54,16 @@ class MifoConfig(solo.SoloConfig):
     eval_questions: int = option(400, "held-out questions, half of each kind")
     lr: float = option(3e-4, "learning rate of RL")
 
-    rl_steps: int = option(30, "steps of an RL phase", heading="SFT between the phases of RL")
-    sft_steps: int = option(30, "steps of an SFT phase; 0: RL only")
+    rl_steps: int = option(30, "steps of an RL phase", TRAIN, heading="SFT between the phases of RL")
+    sft_steps: int = option(30, "steps of an SFT phase; 0: RL only", TRAIN)
     sft_lr: float = option(1e-3, "learning rate of SFT", TRAIN)
-    threshold: float = option(0.25, "largest share of right attempts of a question in SFT")
+    threshold: float = option(0.25, "largest share of right attempts of a question in SFT", TRAIN)
     hard: float = option(0.5, "share of tokens that SFT trains, by entropy", TRAIN)
     freeze: Literal["moved", "random", "none"] = option(
         "moved", "parameters that SFT freezes", TRAIN
     )
     frozen_share: float = option(0.5, "share of the parameters", TRAIN)
-    history: float = option(0.5, "α above")
+    history: float = option(0.5, "α above", TRAIN)
 
     def check(self, training: bool) -> None:
         """Refuses values that contradict each other, MIFO's own included."""
@@ -122,10 +122,7 @@ def begin(run: Run, step: int, phases: Phases, teaching: bool) -> None:
 
 
 def attach(run: Run, phases: Phases) -> None:
-    """Makes the optimizer use SFT's learning rate and restore frozen parameters after each step.
-
-    A gradient of 0 would not freeze them: momentum and weight decay would still move them.
-    """
+    """Makes the optimizer use SFT's learning rate and restore frozen parameters after each step."""
 
     def rate(optimizer, *_) -> None:
         if phases.frozen is not None:

@@ -49,6 +49,7 @@ from plumbing import folders, models
 from plumbing.metrics import sign_test, with_interval
 from recipes import almanac_world
 from sampler import Sampler
+from sampler.request import MIN_TEMPERATURE
 from tasks import grading
 from tasks.chat import render
 
@@ -92,7 +93,7 @@ class Vote(NamedTuple):
 
 
 def vote(samples: list[str], golds: tuple[str, ...]) -> Vote:
-    """The vote of samples in the form of grading.normalise."""
+    """The vote of samples in the form of grading.normalise. The first sample decides a tie."""
     answer, count = Counter(samples).most_common(1)[0]
     return Vote(answer, count / len(samples), grading.exact_match(answer, golds))
 
@@ -231,6 +232,8 @@ def main(arguments: list[str]) -> int:
         return fail(
             f"all numbers must be above 0 and below 10,000, --members at most {len(MODELS)}"
         )
+    if config.temperature < MIN_TEMPERATURE:
+        return fail(f"--temperature must be at least {MIN_TEMPERATURE:g}")
     torch.set_num_threads(1)
     samples, folder = {}, Path(config.runs) / config.name
     try:

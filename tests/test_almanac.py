@@ -178,6 +178,9 @@ def test_what_is_refused_is_refused_before_the_warm_start(tmp_path, monkeypatch,
         "--credit own --balance uniform": "--credit needs",
         "--credit own --system1 frozen": "--credit needs",
         "--credit own --shared_group": "--credit needs",
+        "--credit candid --resample 1": "--credit needs",
+        "--data mine.jsonl": "leave --data out",
+        "--docs notes": "leave --docs out",
     }
     for line, reason in refused.items():
         assert almanac.main(["--model", model, *line.split()]) == 2

@@ -126,7 +126,6 @@ def played(tmp_path_factory):
 
 
 def test_frozen_entries_stay_bit_for_bit_and_all_others_move(played):
-    """Momentum and weight decay would move a parameter whose gradient is 0."""
     for freeze in ("moved", "none"):
         _, steps = played[freeze]
         assert [step.moments for step in steps[:6]] == [False, True] * 3, "each phase begins anew"
