@@ -106,6 +106,9 @@ ARMS = {
 # These arms have contexts of another form, so each has a warm start of its own.
 OTHER_READING = ("none", "one-agent", "passages", "no-purpose", "no-packing")
 DECODING = ("sampled", "greedy")
+# The settings of a run with which its first weights are evaluated, beside its arm's.
+OF_A_START = "preset seed bf16 page_fields sys2_context step_tokens max_turns".split()
+OF_A_START += ["sys1_prompt", "sys1_response"]
 # The scores of an evaluation.
 SYSTEM = "eval_system eval_solver eval_verifier_accuracy eval_recall eval_false_alarm_share".split()
 SCORES = dict.fromkeys(("mars", "matpo"), ["eval_accuracy", "eval_greedy"]) | {"marsrl": SYSTEM}
@@ -186,10 +189,9 @@ def run_missing(options: argparse.Namespace) -> None:
 def weights_of(run: Path, start: bool) -> tuple[str, dict]:
     """The checkpoint of a run's first weights if `start`, else of its last, and its settings."""
     saved = folders.read_json(run / "config.json")
-    options = {name: saved[name] for name in ("page_fields", "sys1_prompt", "bf16")}
     if not start:
-        return str(run), options
-    return saved["model"], options | {"preset": saved["preset"], "seed": saved["seed"]}
+        return str(run), {}
+    return saved["model"], {name: saved[name] for name in OF_A_START}
 
 
 def evaluate(options: argparse.Namespace, arm: str, run: Path, model: str, decoding: str) -> dict:

@@ -14,7 +14,7 @@ log-likelihood of the right answer through the note (InfoMem, arXiv 2606.03329).
 the correlation r between two halves of the draws. Noise keeps every rule below √(2r / (1 + r))
 (Spearman and Brown).
 
-Results: bench/results/almanac/fidelity-NAME.json. Tests: pytest tests/test_almanac.py
+Results: fidelity-NAME.json in --out. Tests: pytest tests/test_almanac.py
 """
 
 import argparse
@@ -84,7 +84,11 @@ def answer_again(run: Run, replay: Replay, draws: int, seed: int) -> np.ndarray:
         stop_ids=run.chat.stop_ids,
         seed=seed,
     )
-    answers = [run.chat.parse(one.tokens, final=True).answer for one in completions]
+    # As in an episode, an answer that was cut does not count.
+    answers = [
+        run.chat.parse(one.tokens, final=True).answer if one.finish == "stop" else None
+        for one in completions
+    ]
     question = replay.trajectory.question
     right = [answer is not None and run.grade(question, answer) for answer in answers]
     return np.array(right, dtype=float).reshape(-1, draws)
@@ -104,7 +108,8 @@ def advantages(run: Run, trajectories: list[Trajectory], readers: list[Sample]) 
     """rule -> each note's advantage times its loss weight: the push on its log-probability."""
     pushes = {}
     for rule, options in RULES.items():
-        config = dataclasses.replace(run.config, balance="none", **options)
+        fixed = {"balance": "none", "shared_group": False}
+        config = dataclasses.replace(run.config, **fixed | options)
         almanac.credit(config, trajectories, 0)
         pushes[rule] = np.array([reader.advantage * reader.loss_weight for reader in readers])
     return pushes
@@ -130,6 +135,8 @@ def fidelity(push: np.ndarray, worth: np.ndarray, questions: np.ndarray) -> dict
 
 def measure(run: Run, questions: int, group: int, draws: int) -> list[dict]:
     """The rows: each rule's fidelity, and what limits it."""
+    if run.config.system1 != "train":
+        raise UserError("no rule of credit rewards a reader that is not trained: give another run")
     batch = list(enumerate(run.eval_questions[:questions]))
     trajectories = play_batch(run, batch, group, run.eval_tools, step="fidelity")
     env = Env(run.driver, run.samplers, run.chat, {}, run.grade, run.config, "fidelity")
@@ -171,6 +178,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--questions", type=int, default=12)
     parser.add_argument("--group", type=int, default=8, help="attempts at a question")
     parser.add_argument("--draws", type=int, default=8, help="answers to each context; even")
+    parser.add_argument("--out", type=Path, default=RESULTS / "almanac", help="of the file")
     options = parser.parse_args(arguments)
     try:
         if options.draws < 2 or options.draws % 2:
@@ -180,7 +188,7 @@ def main(arguments: list[str]) -> int:
         rows = measure(run, options.questions, options.group, options.draws)
     except UserError as error:
         return fail(str(error))
-    publish(f"fidelity-{options.name}", rows, RESULTS / "almanac")
+    publish(f"fidelity-{options.name}", rows, options.out)
     return 0
 
 

@@ -91,13 +91,14 @@ def almanac_jobs(out: Path) -> list[Job]:
 
     def swap(rule: str, seeds: tuple) -> Job:
         names = [f"fields-{short}/{rule}-{seed}" for seed in seeds]
-        options = ["--records", str(out / "swap"), "--name", rule]
+        options = ["--records", str(out / "swap"), "--out", str(out), "--name", rule]
         needed = [records / f"{name}-sampled.json" for name in names]
         return ["-m", "bench.swap", *(str(runs / name) for name in names), *options], needed
 
     def fidelity(name: str, needed: Path, *options: str) -> Job:
         run = runs / f"fields-{short}/mars-0"
-        return ["-m", "bench.fidelity", str(run), "--name", name, *options], [needed]
+        options = ["--out", str(out), "--name", name, *options]
+        return ["-m", "bench.fidelity", str(run), *options], [needed]
 
     jobs = [train(short, arm, seed) for seed in (0, 1) for arm in ("candid", "mars")]
     jobs.append(fidelity("start", runs / f"fields-{short}/mars-0/config.json", "--start"))

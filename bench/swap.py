@@ -8,7 +8,7 @@ help only the System 2 that they were trained with, the pair has co-evolved.
 
 A pair's answers are kept in --records, so the same command goes on where it was stopped. Columns
 compare a pair, question by question, with the same System 2 and its own System 1.
-Results: bench/results/almanac/swap-NAME.json. Tests: pytest tests/test_almanac.py
+Results: swap-NAME.json in --out. Tests: pytest tests/test_almanac.py
 """
 
 import argparse
@@ -81,6 +81,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--name", required=True, help="of the results' file")
     parser.add_argument("--questions", type=int, default=240)
     parser.add_argument("--records", type=Path, default=Path("runs/swap"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "almanac", help="of the file")
     options = parser.parse_args(arguments)
     if len({run.name for run in options.run}) < len(options.run):
         parser.error("the rows are named after the runs' folders: give folders of other names")
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> int:
         rows = measure(options)
     except UserError as error:
         return fail(str(error))
-    publish(f"swap-{options.name}", rows, RESULTS / "almanac")
+    publish(f"swap-{options.name}", rows, options.out)
     return 0
 
 

@@ -375,6 +375,18 @@ def test_fidelity_is_a_correlation_with_an_interval_over_questions():
     assert fidelity.fidelity(np.ones(320), worth, questions)["correlation"] == 0
 
 
+def test_a_rule_does_not_depend_on_the_runs_own_groups():
+    """Of a run with --shared_group, and of one without."""
+    trajectories, notes = two_attempts()
+    readers = [note.sample for note in notes]
+    plain, shared = (
+        fidelity.advantages(SimpleNamespace(config=config), trajectories, readers)
+        for config in (AlmanacConfig(), AlmanacConfig(shared_group=True))
+    )
+    assert all(np.array_equal(plain[rule], shared[rule]) for rule in fidelity.RULES)
+    assert not np.array_equal(plain["mars"], plain["inherited"])
+
+
 def test_a_pair_is_played_again_for_other_questions_or_weights(tmp_path, monkeypatch):
     played = []
     monkeypatch.setattr(swap, "answers", lambda *given: played.append(given) or {"right": "10"})

@@ -50,9 +50,9 @@ def test_the_jobs_of_the_almanac_wait_for_files_that_other_jobs_write(tmp_path, 
     monkeypatch.setattr(fidelity, "weights_of", lambda run, start: opened.add(run) or ("", {}))
     monkeypatch.setattr(fidelity, "open_run", lambda checkpoint, options: None)
     for module in (swap, fidelity):
-        monkeypatch.setattr(module, "publish", lambda *given: None)
+        monkeypatch.setattr(module, "publish", lambda name, rows, folder: folders.add(folder))
     monkeypatch.setattr(fidelity, "measure", lambda run, questions, group, draws: [])
-    opened = set()
+    opened, folders = set(), set()
     for (_, module, *arguments), needed in gpu.almanac_jobs(tmp_path):
         if module == "bench.pages":
             monkeypatch.setattr(sys, "argv", [module, *arguments])
@@ -61,7 +61,7 @@ def test_the_jobs_of_the_almanac_wait_for_files_that_other_jobs_write(tmp_path, 
         else:
             assert {"bench.swap": swap, "bench.fidelity": fidelity}[module].main(arguments) == 0
             assert needed and written.issuperset(needed)
-    assert len(written) == 2 * 14
+    assert len(written) == 2 * 14 and folders == {tmp_path}
     assert written.issuperset(run / "config.json" for run in opened)
 
 
