@@ -98,7 +98,7 @@ def train(options: WarmStart, batches: Batches, folder: Path) -> None:
     model = trainer.load_model(start, device)
     bf16 = uses_bf16(options, device.type == "cuda")
     policy = trainer.Policy(model, bf16=bf16, compiler=trainer.compiler_of(device))
-    optimizer = trainer.make_optimizer(policy, options.lr, weight_decay=0.0)
+    optimizer = trainer.make_optimizer(policy, options.lr)
     for step, batch in enumerate(work):
         for param_group in optimizer.param_groups:
             param_group["lr"] = options.lr * trainer.schedule(step, options.warmup, options.steps)

@@ -181,7 +181,7 @@ def make_step(
         if cuda:
             model.train()  # it has no dropout
             model.gradient_checkpointing_enable()
-    optimizer = trainer.make_optimizer(model, 1e-6, 0.0)
+    optimizer = trainer.make_optimizer(model, 1e-6)
 
     def step() -> tuple[float, int, float]:
         optimizer.zero_grad(set_to_none=True)

@@ -299,9 +299,9 @@ def triton_paged_attention(
 def paged_attention(q, k_pages, v_pages, block_table, lengths, *, scale, kv_ranges=None):
     """Attention of one query token per row over its paged keys and values.
 
-    q [B, Hq, Dh], Dh one of 16, 32, 64, 128, 256; k_pages, v_pages [pages, page_size, Hkv, Dh], all
-    fp32, fp16 or bf16; block_table [B, pages of a row] int32: a row's pages in order (those after
-    its length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns
+    q [B, Hq, Dh], Dh one of HEAD_SIZES; k_pages, v_pages [pages, page_size, Hkv, Dh], all fp32,
+    fp16 or bf16; block_table [B, pages of a row] int32: a row's pages in order (those after its
+    length are never read); lengths [B] int32, in tokens; scale: usually Dh^-0.5. Returns
     [B, Hq, Dh] in q's dtype. A row of length 0 (padding of a CUDA graph's bucket) gives zeros.
     ValueError if the shapes or types do not fit.
 

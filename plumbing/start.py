@@ -193,7 +193,7 @@ def make_trainer(run: Run, model, first, state: tuple[int, Path] | None) -> None
     run.policy = trainer.parallel(policy, fsdp=config.fsdp, device=run.device)
     if config.server:
         run.sampler.score = functools.partial(trainer.score, run.policy)  # which may be sharded
-    run.optimizer = trainer.make_optimizer(run.policy, config.lr, 0.0, config.beta1)
+    run.optimizer = trainer.make_optimizer(run.policy, config.lr, config.beta1)
     if config.kl_beta and config.lora_rank:
         run.reference = trainer.reference(run.policy)
     elif config.kl_beta:

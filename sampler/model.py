@@ -92,7 +92,7 @@ class Model:
     """A layer is four products, attention and four small operations."""
 
     def __init__(self, model, dtype: torch.dtype, device: torch.device):
-        config = model.config
+        config = model.config.get_text_config()
         self.head_size = head_size(config)
         reason = refusal(config)
         if device.type == "cuda" and self.head_size not in HEAD_SIZES:

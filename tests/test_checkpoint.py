@@ -26,7 +26,7 @@ from plumbing import folders
 def run():
     """(policy, optimizer) of a tiny model that has done a step."""
     policy = trainer.Policy(model("qwen3"), bf16=False)
-    optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
+    optimizer = trainer.make_optimizer(policy, 1e-3)
     move(policy, optimizer)
     return policy, optimizer
 
@@ -106,7 +106,7 @@ def test_a_state_from_before_the_first_update_counts_none(tmp_path):
     """As where it was skipped: with its gradients still there, or without."""
     for step in (1, 2, 3):
         policy = trainer.Policy(model("qwen3"), bf16=False)
-        optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
+        optimizer = trainer.make_optimizer(policy, 1e-3)
         if step > 1:
             trainer.load_optimizer(trainer.newest(tmp_path)[1], policy, optimizer)
         if step == 1:
@@ -187,6 +187,15 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
     assert stale, "a kill between the last rename and the link"
 
 
+def test_a_run_that_was_copied_without_its_links_is_named(run, tmp_path):
+    save(tmp_path, 1, run)
+    (tmp_path / "checkpoint").unlink()
+    shutil.copytree(trainer.newest_model(tmp_path), tmp_path / "checkpoint")
+    with pytest.raises(UserError, match="copied without links: remove it"):
+        trainer.link_checkpoint(tmp_path)
+    assert weights_in(tmp_path / "checkpoint")
+
+
 def test_everything_is_fsynced_before_the_state_gets_its_name(run, tmp_path, monkeypatch):
     synced = []
     real = {"sync": atomic.sync, "rename": os.rename}
@@ -215,7 +224,7 @@ class FullDisk:
 def write_on_ranks(folder: Path) -> None:
     """What each of two ranks does."""
     policy = trainer.parallel(trainer.Policy(model("qwen3"), bf16=False), fsdp=False, device=CPU)
-    optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
+    optimizer = trainer.make_optimizer(policy, 1e-3)
     path = trainer.write_model(folder / "w", trainer.unwrap(policy).model, torch.float32)
     told = [None, None]
     dist.all_gather_object(told, path)

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from helpers.tiny import CPU, SHAPE, config_of, lively
 
 from sampler import Sampler, graphs
@@ -34,6 +35,14 @@ def test_a_model_that_is_not_supported_is_refused_with_the_reason(kind, options,
     if kind == "Gemma":
         with pytest.raises(ValueError, match="GemmaForCausalLM .architecture gemma.*--server"):
             Sampler(lively(kind), max_tokens=256)
+
+
+def test_a_multimodal_model_is_refused_with_the_reason():
+    config = transformers.Gemma3Config(text_config=SHAPE | {"pad_token_id": 0})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="architecture gemma3_text.*--server"):
+        Model(model, torch.float32, CPU)
 
 
 def test_a_head_size_that_the_kernel_does_not_take_is_refused_on_cuda():

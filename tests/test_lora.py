@@ -40,7 +40,7 @@ def merged_by_hand(plain, adapted):
 
 def learn(policy):
     """Three optimizer steps on the samples; returns the optimizer."""
-    optimizer = trainer.make_optimizer(policy, 1e-2, 0.0)
+    optimizer = trainer.make_optimizer(policy, 1e-2)
     for _ in range(3):
         step(policy, pack(make_samples()))
         optimizer.step()

@@ -13,7 +13,7 @@ from helpers.tiny import CPU, OBJECTIVE, make_samples, saved, weigh
 from helpers.tiny import SHAPE as TINY
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 import mars
 import trainer
@@ -48,6 +48,18 @@ def size(tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
+def test_a_model_that_has_no_plan_is_named(tmp_path):
+    """An encoder with a decoder is refused; a state-space model has neither heads nor a pool."""
+    config = mars.MarsConfig(server="http://localhost:1")
+    plan = partial(memory.memory_plan, config=config, longest=100, world=1, device=CPU)
+    AutoConfig.for_model("t5").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="t5. is no causal language model"):
+        plan(tmp_path)
+    shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+    AutoConfig.for_model("mamba", **shape).save_pretrained(tmp_path)
+    assert "KV pool" not in plan(tmp_path)[1].partition("at once")[0]
+
+
 @pytest.mark.parametrize("rank", [0, 8])
 def test_the_plan_counts_what_a_step_holds(rank):
     """One process on a CPU, all lasting tensors counted, with adapters or without."""
@@ -58,7 +70,7 @@ def test_the_plan_counts_what_a_step_holds(rank):
     if rank:
         trainer.add_adapters(model, rank, seed=0)
     policy = trainer.Policy(model, bf16=False)
-    optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
+    optimizer = trainer.make_optimizer(policy, 1e-3)
     samples = make_samples()
     batches = trainer.micro_batches(samples, weigh(samples), 90, CPU)
     trainer.backward(policy, batches, **OBJECTIVE)

@@ -64,7 +64,7 @@ def test_a_step_on_a_gpu_is_that_of_the_cpu(kind, recompute, compiler):
     for samples in (make_samples(), [kin, *make_samples()]):
         policy = trainer.Policy(model(kind).cuda(), **options)
         assert_a_step_is_that_of_the_cpu(policy, kind, samples)
-        optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
+        optimizer = trainer.make_optimizer(policy, 1e-3)
         assert optimizer.defaults["fused"]
         optimizer.step()
 
@@ -114,9 +114,9 @@ def test_the_heads_gradient_is_not_rounded_to_bf16():
 
 
 def test_the_optimizer_is_adamw_with_the_methods_betas():
-    optimizer = trainer.make_optimizer(model("qwen3"), 1e-3, 0.1)
+    optimizer = trainer.make_optimizer(model("qwen3"), 1e-3)
     (group,) = optimizer.param_groups
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.9, 0.95), 0.1)
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.9, 0.95), 0.0)
     assert not group["fused"]  # a CPU keeps the bits that it had
 
 

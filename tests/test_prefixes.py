@@ -152,7 +152,10 @@ def test_samples_that_share_nothing_are_packed_first_fit_decreasing():
 
 def test_no_mask_outlives_its_micro_batch():
     (batch,) = pack(family())
-    step(trainer.Policy(model("qwen3"), bf16=False), [batch])
+    policy = trainer.Policy(model("qwen3"), bf16=False)
+    trainer.logprob(policy, batch, temperature=1.0)
+    assert batch.keys.masks is None
+    step(policy, [batch])
     assert batch.keys.masks is None
 
 

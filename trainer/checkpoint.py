@@ -135,7 +135,8 @@ def newest_model(folder: Path) -> Path | None:
 def link_checkpoint(folder: Path) -> None:
     """Makes checkpoint/ a link to the newest state's model."""
     if model := newest_model(folder):
-        point(folder / "checkpoint", model)
+        with on_disk(f"write {folder / 'checkpoint'}"):
+            point(folder / "checkpoint", model)
 
 
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:

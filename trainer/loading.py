@@ -66,24 +66,24 @@ def load_model(path: str | Path, device, *, dtype=torch.float32) -> PreTrainedMo
 def load_shape(path: str | Path):
     """The transformers config of a model, for its text part. UserError if it cannot be read."""
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except Exception as error:  # as in load_model
         raise UserError(f"cannot read a model at {path}: {reason(error)}") from None
-    return config.get_text_config()
 
 
 def check_positions(path: str | Path, longest: int) -> None:
     """UserError if a model has fewer positions than the longest sample, in tokens.
 
     Scaled rotary embeddings reach `factor` times the original number of positions. Where a config
-    does not name the original, max_position_embeddings counts as it. Without a number there is no
-    limit.
+    does not name the original, max_position_embeddings counts as it. The factor of llama3 has
+    another meaning. Without a number there is no limit.
     """
     config = load_shape(path)
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or positions
-    positions = max(positions, original * (rope.get("factor") or 1))
+    if rope.get("rope_type") != "llama3":
+        positions = max(positions, original * (rope.get("factor") or 1))
     if longest > positions:
         raise UserError(
             f"{path} has {positions:.0f} positions, fewer than one context of {longest} tokens; "

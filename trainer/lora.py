@@ -7,7 +7,8 @@ Every linear layer of the decoder's layers gets an adapter, in attention and MLP
 et al. find that adapters in attention alone learn less, and that small ranks are enough for RL.
 Their α of 32 is used here too: with it the best learning rate hardly depends on R and is about ten
 times that of full training. A is initialised as nn.Linear's weight, as in LoRA's own code. B is 0,
-so that training begins at the model itself.
+so that training begins at the model itself. In transformers the experts of a mixture are no linear
+layers, so they get no adapters.
 
 Departure from the textbook: there is no dropout on A's input. With it the gradient would belong to
 another distribution than the one that was sampled. Adapters are fp32 for any type of the weights.

@@ -40,7 +40,11 @@ def memory_plan(model, *, config, longest: int, world: int, device, training: bo
     `model`: a folder or a hub name. `longest`: the most tokens of a sample. `world`: processes.
     A GPU needs the larger of two sums: what it holds while it samples, and while it trains.
     """
-    parts = memory_parts(load_shape(model), config, longest, world, device.type, training)
+    shape = load_shape(model)
+    try:
+        parts = memory_parts(shape, config, longest, world, device.type, training)
+    except ValueError:
+        raise UserError(f"{model} ({shape.model_type}) is no causal language model") from None
 
     def size(absent=()) -> float:
         return sum(part for name, part in parts.items() if name not in absent) / GIB
@@ -82,8 +86,9 @@ def memory_parts(shape, config, longest: int, world: int, kind: str, training: b
         add_adapters(model, config.lora_rank, seed=0)
     trained = model.num_parameters(only_trainable=True)
     size = 2 if uses_bf16(config, kind == "cuda") else 4  # bytes per number in products
-    D, heads, layers = shape.hidden_size, shape.num_attention_heads, shape.num_hidden_layers
-    head = head_size(shape)
+    D, layers = shape.hidden_size, shape.num_hidden_layers
+    heads = getattr(shape, "num_attention_heads", 0)  # A state-space model has none.
+    head = head_size(shape) if heads else 0
     kv_width = head * (getattr(shape, "num_key_value_heads", None) or heads)
     samplers = (not config.server) + bool(config.frozen())  # Frozen roles have a second sampler.
     token = 2 * layers * kv_width * (2 if kind == "cuda" else 4)

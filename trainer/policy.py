@@ -59,6 +59,8 @@ class Policy(nn.Module):
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.forward = MethodType(linear, module)  # torch.compile takes no partial.
+        if model.config.get_text_config() is not model.config:
+            freeze_unread(model)
         self.model = model
         self.bf16 = bf16
         self.eval()
@@ -136,6 +138,16 @@ class Policy(nn.Module):
         )
 
 
+def freeze_unread(model) -> None:
+    """Freezes what a text does not reach: the vision tower of a multimodal model, for instance.
+
+    DDP waits for the gradients of all trained parameters, and AdamW keeps no state without one.
+    """
+    read = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
+    for parameter in set(model.parameters()) - read:
+        parameter.requires_grad_(False)
+
+
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """The module's forward by kernels.linear, which is faster on some CPUs."""
     return kernels.linear(x, module.weight, module.bias)
@@ -184,7 +196,9 @@ def layers(model) -> nn.ModuleList:
 @torch.no_grad()
 def logprob(policy: Callable, batch: MicroBatch, temperature: float) -> Tensor:
     """The log-probs [N] of a micro-batch's loss tokens. The policy may be wrapped (`parallel`)."""
-    return policy(batch, score=True, temperature=temperature)
+    values = policy(batch, score=True, temperature=temperature)
+    release_masks(batch)
+    return values
 
 
 def score(policy: nn.Module, tokens: list[int]) -> list[float]:
@@ -246,10 +260,15 @@ def backward(policy: nn.Module, batches: list[MicroBatch], **objective) -> list[
         with policy.no_sync() if no_sync else contextlib.nullcontext():
             loss, batch_stats = policy(batch, **objective)
             (loss * world).backward()
-        if batch.keys is not None:
-            batch.keys.masks = None  # A step's batches stay, and such masks are large.
+        release_masks(batch)
         stats.append(batch_stats)
     return stats
+
+
+def release_masks(batch: MicroBatch) -> None:
+    """Frees the attention masks of a CPU, which are large. A step keeps all its micro-batches."""
+    if batch.keys is not None:
+        batch.keys.masks = None
 
 
 def clip_gradient(policy: nn.Module, limit: float) -> float:
@@ -257,17 +276,15 @@ def clip_gradient(policy: nn.Module, limit: float) -> float:
     return float(gather_full(nn.utils.clip_grad_norm_(policy.parameters(), limit)))
 
 
-def make_optimizer(policy: nn.Module, lr: float, weight_decay: float, beta1: float = 0.9):
-    """AdamW with β2 = 0.95 over the trained parameters.
+def make_optimizer(policy: nn.Module, lr: float, beta1: float = 0.9):
+    """AdamW with β2 = 0.95 and without weight decay, over the trained parameters.
 
     At β1 = 0.9 a gradient moves the weights during about 1 / (1 − β1) = 10 updates. A run of a few
     steps needs a smaller β1. On CUDA AdamW is fused, since its other form needs more memory.
     """
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     fused = parameters[0].is_cuda or None  # None: PyTorch's own choice on a CPU
-    return torch.optim.AdamW(
-        parameters, lr, betas=(beta1, 0.95), weight_decay=weight_decay, fused=fused
-    )
+    return torch.optim.AdamW(parameters, lr, betas=(beta1, 0.95), weight_decay=0.0, fused=fused)
 
 
 def schedule(step: int, warmup: int, steps: int | None = None) -> float:

@@ -28,7 +28,7 @@ def step(model: Path, out: Path, mode: str) -> None:
     `mode` names what is on: "fsdp" (else DDP), "lora", "recomputing", "even".
     """
     policy = make_policy(model, mode)
-    optimizer = trainer.make_optimizer(policy, 1e-3, 0.0)
+    optimizer = trainer.make_optimizer(policy, 1e-3)
     stats = trainer.backward(policy, share("even" in mode), **OBJECTIVE)
     loss = torch.tensor(sum(float(numbers["loss"]) for numbers in stats))
     if dist.is_initialized():
