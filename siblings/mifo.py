@@ -54,7 +54,9 @@ class MifoConfig(solo.SoloConfig):
     eval_questions: int = option(400, "held-out questions, half of each kind")
     lr: float = option(3e-4, "learning rate of RL")
 
-    rl_steps: int = option(30, "steps of an RL phase", TRAIN, heading="SFT between the phases of RL")
+    rl_steps: int = option(
+        30, "steps of an RL phase", TRAIN, heading="SFT between the phases of RL"
+    )
     sft_steps: int = option(30, "steps of an SFT phase; 0: RL only", TRAIN)
     sft_lr: float = option(1e-3, "learning rate of SFT", TRAIN)
     threshold: float = option(0.25, "largest share of right attempts of a question in SFT", TRAIN)

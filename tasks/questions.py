@@ -122,6 +122,8 @@ def same_question(text: str) -> str:
 
 def load_set(name: str) -> list[Question]:
     """All questions of a set: a short name, "hub:OWNER/REPO/path.jsonl" or a file."""
+    if os.path.isfile(name):
+        return read_questions(read_rows(Path(name), name), name, "question", "answer")
     if name in BENCHMARKS:
         address, question, answer = BENCHMARKS[name]
         rows = read_rows(from_hub(address), name)

@@ -1,9 +1,14 @@
 """Bytes to text, files to documents, documents to passages."""
 
+import functools
 import html
 import io
 import re
+import signal
+import subprocess
+import tempfile
 import zipfile
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -11,7 +16,7 @@ from hypothesis import strategies as st
 from loopback import needs_lxml, needs_markitdown, needs_pypdf
 
 from config import UserError
-from tools import Document, documents, reader
+from tools import Document, bm25, documents, reader
 
 DECLARED = [
     b'<meta charset="us-ascii">caf\xe9',  # what browsers take it for
@@ -62,6 +67,7 @@ FACTS = [
     ("6.6×10<sup>28</sup> years", "6.6×10^28 years"),
     ("1101<sub>2</sub>, H<sub>2</sub>O, x<sub>i</sub>", "1101_2, H2O, x_i"),
     ("<i><b>1101</b></i><i><sub>2</sub></i>", "1101_2"),
+    ("m<sub>e</sub>, E<sub>th</sub>", "m_e, E_th"),
     ("log<sub>10</sub>5, 2<sup>n</sup>k, e<sup>a+b</sup>", "log_(10)5, 2^(n)k, e^(a+b)"),
     ("in 1897<sup><a>[2]</a></sup> on the 19<sup>th</sup>", "in 1897[2] on the 19th"),
     ("<del>1901</del><ins>1902</ins>", "~~1901~~1902"),
@@ -197,6 +203,7 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
         "b.html": b"<title>T</title><p>born in 19<b>68</b>",
         "bom.txt": "café".encode("utf-8-sig"),
         "binary.md": b"\0\1" * 9,
+        "cut.txt": "café voilà".encode()[:-1],
         "huge.txt": b"x" * 100,
         "latin.txt": b"caf\xe9",
         "wide.txt": "café".encode("utf-16"),
@@ -208,6 +215,7 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     (folder / "in.md").symlink_to(folder / "a.md")
     (folder / "loop").symlink_to(folder)
     expected = dict.fromkeys(["a.md", "in.md"], "# A\nplain") | {"b.html": "T\nborn in 1968"}
+    expected["cut.txt"] = "café voil\N{REPLACEMENT CHARACTER}"
     expected |= dict.fromkeys(["bom.txt", "latin.txt", "wide.txt"], "café")
     assert {made.id: made.text for made in documents.read_documents(folder)} == expected
     told = dict(re.findall(r"\((.*)\): (.*)", capsys.readouterr().err))
@@ -216,6 +224,24 @@ def test_what_cannot_be_read_is_listed_and_does_not_refuse_the_folder(
     assert all(word in told[files] for files, word in words.items())
     with pytest.raises(UserError, match="huge.txt cannot be read: more than"):
         documents.read_documents(folder / "huge.txt")
+
+
+@needs_lxml
+def test_a_full_disk_or_memory_is_no_fault_of_a_file(tmp_path, monkeypatch):
+    """Else an index would lack the file for good."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.html").write_text("<p>born")
+    build = functools.partial(bm25.on_disk, tmp_path / "docs", 1, tmp_path / "cache", 200)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "w+b"))
+        with pytest.raises(UserError, match="cannot keep the search index.*memory or disk space"):
+            build()
+    killed = subprocess.CalledProcessError(-signal.SIGKILL, "reader")
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", Mock(side_effect=killed))
+        with pytest.raises(UserError, match="cannot keep the search index.*memory or disk space"):
+            build()
+    assert [one.id for one in build()("born")] == ["a.html"]
 
 
 def test_titles_are_one_line_without_control_characters():

@@ -193,8 +193,10 @@ def test_the_choice_of_inputs(seed):
 
 def test_equal_corrections_of_two_solutions_are_one_input():
     run = scripted(None)
-    words = ["1968"] * 2
-    corrections = outputs(run, "corrector1", words) + outputs(run, "corrector1", words, shown="dover")
+    corrections = [
+        *outputs(run, "corrector1", ["1968"] * 2, shown="lamps"),
+        *outputs(run, "corrector1", ["1968"] * 2, shown="dover"),
+    ]
     picked = marsrl.choose(run.config, CHAT, corrections, "verifier2", random.Random(0))
     assert len(picked) == 1
 

@@ -79,6 +79,14 @@ def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
     assert len(str(error.value)) < 400
 
 
+def test_a_file_goes_before_a_set_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("nq").mkdir()
+    for name in ("nq/mine.jsonl", "hle"):
+        write(tmp_path / name, line(1))
+        assert len(load_questions(name)) == 1
+
+
 def test_sets_are_joined_and_a_limit_draws_by_the_seed_from_all_of_them(tmp_path):
     a, b = (write(tmp_path / f"{size}.jsonl", *map(line, range(size))) for size in (100, 30))
     spec = f"{b}, {a}"

@@ -141,6 +141,10 @@ def test_the_index_on_disk_answers_as_the_one_in_memory_and_is_built_once(
     assert len(on_disk(docs, 7, cache)("fresh")) == 7
     kept = [file for file in cache.rglob("*") if file.is_file() and b"old1" in file.read_bytes()]
     assert len({file.parent for file in kept}) == 1  # of whole documents: the other was replaced
+    for corpus in cache.glob("index-*/corpus.jsonl"):
+        corpus.unlink()
+    with pytest.raises(UserError, match="is damaged: remove that folder"):
+        on_disk(docs, 7, cache)
 
 
 def test_serper_is_asked_as_documented(server, tmp_path):
@@ -313,14 +317,16 @@ def test_blocked_results_are_left_out_and_pages_that_redirect_there(server, tmp_
     find = search.make("retriever", cache=None, block=["bad.test"])
     for document, good in (
         ({"contents": "bad", "url": "bad.test/x"}, {"contents": "good", "url": "good.test"}),
-        ({"contents": "bad", "id": "bad.test/x"}, {"contents": "good", "id": "good.test"}),
+        ({"contents": "bad", "id": "bad.test/x"}, {"contents": "good", "id": "good.test/"}),
         ({"contents": "bad"}, {"contents": "good", "url": "good.test"}),
     ):
         server.replies = [retrieved(document, good)]
         assert [document.text for document in find("ada")] == ["good"]
     server.replies = [retrieved({"contents": "bad", "url": "n/a", "id": "https://bad.test/x"})]
     assert find("ada") == []
-    for nameless in ({"contents": "bad", "url": "/a/path", "id": "Doc[1]"}, "bad"):
-        server.replies = [retrieved(nameless)]
+    server.replies = [retrieved({"contents": "bad", "url": "http://wiki/page"})]
+    assert search.make("retriever", cache=None, block=["wiki"])("ada") == []
+    for names in ({"url": "/a/path", "id": "Doc[1]"}, {"id": "doc.17"}, {}):
+        server.replies = [retrieved({"contents": "bad"} | names)]
         with pytest.raises(ToolError, match="name no hosts.*--block"):
             find("ada")

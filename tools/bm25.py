@@ -39,7 +39,7 @@ WORD = re.compile(rf"[{CHARACTERS}]|[^\W_{CHARACTERS}]+")
 MARKS = [c for c in map(chr, range(0xD800)) if unicodedata.category(c) in ("Mn", "Mc", "Cf")]
 IGNORED = re.compile(f"[{re.escape(''.join(MARKS))}]+")
 # Raise this number when a change here, in documents.py or reader.py changes the index.
-LAYOUT = 6
+LAYOUT = 7
 Search = Callable[[str], list[Document]]
 
 
@@ -109,7 +109,7 @@ def on_disk(path: Path, k: int, cache: Path, passage_words: int) -> Search:
                 atomic.write_folder(folder, fill)
             try:
                 return _load(folder, k)
-            except (ValueError, EOFError, FileNotFoundError):  # a file is cut or gone
+            except (ValueError, EOFError, FileNotFoundError, TypeError):  # a file is cut or gone
                 raise UserError(
                     f"the search index {one_line(str(folder), 300)} is damaged: remove that folder"
                 ) from None

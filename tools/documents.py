@@ -128,9 +128,11 @@ def _read_file(file: Path, home: Path) -> str | NotText:
             return NotText("a link out of the folder")
         if file.stat().st_size > LARGEST_FILE:
             return NotText(f"more than {LARGEST_FILE >> 20} MiB")
-        return reader.read(file.read_bytes(), kind)
+        raw = file.read_bytes()
     except OSError as error:
         return NotText(f"cannot be opened ({error.strerror})")
+    try:
+        return reader.read(raw, kind)
     except NotText as error:
         return error
 

@@ -201,17 +201,27 @@ def _excess(pid: int, memory: int) -> str:
     The kernel does not limit root's threads, and it does not count page tables as address space:
     a page that is far from all others takes two more pages for its tables.
     """
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # the child has just ended
-        return ""
-    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    page_tables = int(fields.get("VmPTE", "0 kB").split()[0]) << 10
-    if int(fields["Threads"]) > THREADS:
-        return f"killed: more than {THREADS} threads"
-    if page_tables > memory // 8:
-        return "killed: memory"
+    # A thread that has ended shows no memory, and the program's first thread may have ended.
+    for thread in _threads(pid):
+        try:
+            status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+        except OSError:  # it has just ended
+            continue
+        fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        page_tables = int(fields.get("VmPTE", "0 kB").split()[0]) << 10
+        if int(fields["Threads"]) > THREADS:
+            return f"killed: more than {THREADS} threads"
+        if page_tables > memory // 8:
+            return "killed: memory"
     return ""
+
+
+def _threads(pid: int) -> list[str]:
+    """The numbers of a child's threads; none if it has just ended."""
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
 
 
 def _death(returncode: int, timeout: float) -> str:

@@ -23,8 +23,10 @@ import importlib.util
 import io
 import itertools
 import logging
+import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +39,7 @@ PATIENCE = 20  # the child's limit of wall-clock time, as a multiple of its proc
 MEMORY = 2 << 30  # bytes of address space
 MOST_CHARACTERS = 10_000_000  # the limit of one file's text; a long book has three million
 CUT = "[The rest of this file is too long to be read.]"
+CANNOT_WRITE = 3  # the child's exit code on a full disk
 BINARY = re.compile(rb"[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f]")  # browsers use the same test
 
 
@@ -53,7 +56,10 @@ def missing(kind: str) -> str | None:
 
 
 def read(raw: bytes, kind: str) -> str:
-    """The text of `raw`. kind: "text", or a key of LIBRARIES. Raises NotText if there is none."""
+    """The text of `raw`. kind: "text", or a key of LIBRARIES. Raises NotText if there is none.
+
+    OSError if this machine lacks memory or room on its disk, which says nothing about the file.
+    """
     if kind == "text":
         return decode(raw)
     if problem := missing(kind):
@@ -64,7 +70,10 @@ def read(raw: bytes, kind: str) -> str:
     with tempfile.TemporaryFile() as output:  # a file, whose size can be limited
         try:
             subprocess.run(command, stdout=output, check=True, **options)
-        except subprocess.SubprocessError:
+        except subprocess.SubprocessError as error:
+            # The kernel kills a child when the machine's memory is used up.
+            if getattr(error, "returncode", None) in (CANNOT_WRITE, -signal.SIGKILL):
+                raise OSError(f"{kind.upper()}: the machine lacks memory or disk space") from None
             raise NotText(f"{kind.upper()} that is damaged, locked or too large") from None
         output.seek(0)
         text = output.read().decode("utf-8", "replace")
@@ -76,7 +85,7 @@ def read(raw: bytes, kind: str) -> str:
 def decode(raw: bytes, declared: str | None = None) -> str:
     """Decodes text by its byte order mark, else as `declared`, else as UTF-8 or windows-1252.
 
-    Raises NotText if the bytes are binary.
+    It is not UTF-8 if this fits less than half of what is not ASCII. NotText for binary bytes.
     """
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return raw.decode("utf-16", "replace")
@@ -86,10 +95,10 @@ def decode(raw: bytes, declared: str | None = None) -> str:
         return raw.decode("utf-8-sig", "replace")
     if declared:
         return raw.decode(declared, "replace")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return raw.decode("cp1252", "replace")
+    text = raw.decode("utf-8", "replace")
+    foreign = len(text) - len(text.encode("ascii", "ignore"))
+    is_utf8 = 2 * text.count("\N{REPLACEMENT CHARACTER}") <= foreign
+    return text if is_utf8 else raw.decode("cp1252", "replace")
 
 
 # HTML --------------------------------------------------------------------------------------------
@@ -201,7 +210,7 @@ def _marks(element, pieces: list[str]) -> tuple[str, str]:
     text = "".join(itertools.islice(element.itertext(), 20)).strip()
     before = next(filter(None, reversed(pieces)), "")[-1:]
     after = (element.tail or "")[:1]
-    note_or_ordinal = not text or text[0] in "[*†‡" or text.lower() in ORDINALS
+    note_or_ordinal = not text or text[0] in "[*†‡" or (tag == "sup" and text.lower() in ORDINALS)
     formula = tag == "sub" and text.isdigit() and not before.isdigit()  # H2O needs no mark
     if note_or_ordinal or (formula and not after.isdigit()):
         return "", ""
@@ -252,7 +261,11 @@ def main(kind: str, seconds: int) -> None:
     text = readers[kind](raw) if kind in readers else office_to_text(raw, kind)
     if len(text) > MOST_CHARACTERS:
         text = f"{text[:MOST_CHARACTERS]}\n{CUT}"
-    sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+    try:
+        sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+        sys.stdout.flush()
+    except OSError:
+        os._exit(CANNOT_WRITE)  # Python would try again, and end with another code
 
 
 if __name__ == "__main__":

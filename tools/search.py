@@ -56,7 +56,8 @@ def make(
     Raises UserError at once if a setting is missing or wrong.
 
     docs: the local backend's files, split into passages of `passage_words` words (0: no split).
-    cache: the folder for the index, or for a service's answers; with None answers are not cached.
+    cache: the folder for the index, or for a service's answers. With None a service's answers are
+    not cached; the local backend needs a folder.
     A retriever's answers are kept in memory only: its index may have changed by the next run.
     block: hosts whose results are dropped, subdomains included, such as those that publish a
     benchmark's answers. A result without a host is dropped as well.
@@ -173,12 +174,15 @@ def blocked_hosts(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def drop_blocked(documents: list[Document], block: tuple[str, ...]) -> list[Document]:
-    """The documents whose host is known and not blocked. ToolError if no host is known."""
-    hosts = [host_of(document.url) or host_of(document.id) for document in documents]
+    """The documents whose host is known and not blocked. ToolError if no host is known.
+
+    An id names a host only if it looks like an address.
+    """
+    hosts = [host_of(one.url) or ("/" in one.id and host_of(one.id)) for one in documents]
     if documents and not any(hosts):
         raise ToolError("the results name no hosts, so --block cannot be applied to them")
     pairs = zip(documents, hosts, strict=True)
-    return [document for document, host in pairs if host and not is_blocked(host, block)]
+    return [document for document, host in pairs if host and not is_within(host, block)]
 
 
 def is_blocked(url: str, block: tuple[str, ...]) -> bool:
@@ -189,6 +193,11 @@ def is_blocked(url: str, block: tuple[str, ...]) -> bool:
     host = host_of(url)
     if not host:
         return bool(block) and "://" in url
+    return is_within(host, block)
+
+
+def is_within(host: str, block: tuple[str, ...]) -> bool:
+    """Whether a host is one of `block` or a subdomain of one."""
     return any(host == name or host.endswith(f".{name}") for name in block)
 
 

@@ -133,6 +133,9 @@ class Client:
                 # No connection is reused: the server may close it at that moment.
                 limits=httpx2.Limits(max_connections=AT_ONCE, max_keepalive_connections=0),
             )
+        except OSError as error:
+            problem = "the certificates that SSL_CERT_FILE or SSL_CERT_DIR names cannot be read"
+            raise UserError(f"{problem} ({error.strerror})") from None
         except Exception:  # its message contains the proxy's address with the password
             problem = "the proxy in the environment (HTTPS_PROXY, ALL_PROXY) is of no use: unset it"
             raise UserError(problem) from None
