@@ -77,15 +77,7 @@ def write_folder(final: Path, fill: Callable[[Path], None]) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Makes `link` a relative symbolic link to `target`, in one atomic step.
-
-    UserError if a folder has its name.
-    """
-    if link.is_dir() and not link.is_symlink():
-        raise UserError(
-            f"{link} is a folder and not a link, so its run was copied without links: remove it, "
-            "and go on with --resume"
-        )
+    """Makes `link` a relative symbolic link to `target`, in one atomic step."""
     temporary = link.with_name(f".{link.name}.writing")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)

@@ -187,7 +187,7 @@ def run_missing(options: argparse.Namespace) -> None:
 
 
 def weights_of(run: Path, start: bool) -> tuple[str, dict]:
-    """The checkpoint of a run's first weights if `start`, else of its last, and its settings."""
+    """The checkpoint of a run's first weights if `start`, else of its last; options it needs."""
     saved = folders.read_json(run / "config.json")
     if not start:
         return str(run), {}
@@ -201,10 +201,10 @@ def evaluate(options: argparse.Namespace, arm: str, run: Path, model: str, decod
     settings["temperature"] = 0 if decoding == "greedy" else config["temperature"]
     settings["eval_questions"] = options.eval_questions
     arguments = [*PROGRAMS["almanac"], "eval", checkpoint]
-    for setting, value in settings.items():
-        arguments += [f"--{setting}", str(value)]
     if model != arm and arm in OTHER_READING:  # the start reads as its arm does
         arguments += ARMS["almanac"][arm]
+    for setting, value in settings.items():  # those of the run, which were handed on to it, win
+        arguments += [f"--{setting}", str(value)]
     name = f"{model}-{config['seed']}-{decoding}"
 
     def ask(folder: Path) -> None:

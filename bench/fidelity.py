@@ -30,7 +30,7 @@ import trainer
 from bench.arms import weights_of
 from bench.common import RESULTS, publish
 from config import UserError, fail
-from plumbing import evaluation
+from plumbing import evaluation, folders
 from plumbing.start import Run, build
 from recipes import almanac
 from rollout import Context, Env, Sample, Trajectory, play_batch
@@ -135,8 +135,6 @@ def fidelity(push: np.ndarray, worth: np.ndarray, questions: np.ndarray) -> dict
 
 def measure(run: Run, questions: int, group: int, draws: int) -> list[dict]:
     """The rows: each rule's fidelity, and what limits it."""
-    if run.config.system1 != "train":
-        raise UserError("no rule of credit rewards a reader that is not trained: give another run")
     batch = list(enumerate(run.eval_questions[:questions]))
     trajectories = play_batch(run, batch, group, run.eval_tools, step="fidelity")
     env = Env(run.driver, run.samplers, run.chat, {}, run.grade, run.config, "fidelity")
@@ -178,11 +176,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--questions", type=int, default=12)
     parser.add_argument("--group", type=int, default=8, help="attempts at a question")
     parser.add_argument("--draws", type=int, default=8, help="answers to each context; even")
-    parser.add_argument("--out", type=Path, default=RESULTS / "almanac", help="of the file")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "almanac", help="folder of the results' file"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.draws < 2 or options.draws % 2:
             raise UserError("--draws must be even and above 0: the halves are compared")
+        if folders.read_json(options.run / "config.json")["system1"] != "train":
+            raise UserError(
+                "no rule of credit rewards a reader that is not trained: give another run"
+            )
         checkpoint, settings = weights_of(options.run, options.start)
         run = open_run(checkpoint, settings | {"eval_questions": options.questions})
         rows = measure(run, options.questions, options.group, options.draws)

@@ -81,7 +81,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--name", required=True, help="of the results' file")
     parser.add_argument("--questions", type=int, default=240)
     parser.add_argument("--records", type=Path, default=Path("runs/swap"))
-    parser.add_argument("--out", type=Path, default=RESULTS / "almanac", help="of the file")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "almanac", help="folder of the results' file"
+    )
     options = parser.parse_args(arguments)
     if len({run.name for run in options.run}) < len(options.run):
         parser.error("the rows are named after the runs' folders: give folders of other names")

@@ -48,7 +48,8 @@ def open_folder(run: Run) -> int:
 
     def fill() -> None:
         if state:
-            trainer.link_checkpoint(run.folder)  # a kill may have left it one state behind
+            with on_disk(f"write {run.folder / 'checkpoint'}"):
+                trainer.link_checkpoint(run.folder)  # a kill may have left it one state behind
         if first < run.config.steps:
             write_settings(run)
             start_tracker(run)

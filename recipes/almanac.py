@@ -117,7 +117,7 @@ SHORT |= {"questions": 4, "eval_questions": 16}
 PASSAGES = ALMANAC | {"system1": "none", "balance": "uniform", "sys2_context": 2560}
 PRESETS = {"almanac": ALMANAC, "almanac-short": SHORT, "almanac-passages": PASSAGES}
 
-# These options choose other questions or pages.
+# Other values would choose other questions or pages.
 FIXED = {"data": "almanac", "eval_data": "", "search": "local", "docs": "", "top_k": 3}
 
 # ---------------------------------------------------------------------------------- demonstrations
@@ -366,10 +366,6 @@ def complete(tools: list[Tool], command: str, given: dict) -> dict:
 
     Adds the look-up to `tools`, since its pages depend on the options.
     """
-    if command != "ask":  # There a model that is no run's must be given --docs.
-        for name, value in FIXED.items():
-            if given.get(name, value) != value:
-                raise UserError(f"the almanac has its own questions and pages: leave --{name} out")
     if command == "train":
         if given.get("system1", "train") != "train":  # the preset's balance would be refused
             given = {"balance": "uniform"} | given
@@ -378,6 +374,11 @@ def complete(tools: list[Tool], command: str, given: dict) -> dict:
     else:
         models.find_checkpoint(METHOD.name, given["checkpoint"])  # refuses a mistyped name
         exists = run = models.run_of(Path(given["checkpoint"]))
+    is_resumed = command == "train" and exists  # Then it repeats the run's own options.
+    is_bare = command == "ask" and not exists  # `ask` demands --docs for a model without a run.
+    for name, value in FIXED.items() if not (is_resumed or is_bare) else ():
+        if given.get(name, value) != value:
+            raise UserError(f"the almanac has its own questions and pages: leave --{name} out")
     if exists:
         saved = folders.read_json(run / "config.json")
     else:

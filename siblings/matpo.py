@@ -84,8 +84,8 @@ class MatpoConfig(Config):
         self.at_least(2, "max_turns", "worker_turns")
         if self.format_share > 1:
             raise UserError(f"--format_share must be at most 1, got {self.format_share}")
-        if self.format_share and self.resample:
-            raise UserError("--resample compares answers only: leave --format_share out")
+        if training and self.format_share and self.resample:
+            raise UserError("--resample compares answers only: leave it out, or --format_share 0")
         # mars.extend demands an answer at --max_turns, from a worker as well.
         if self.worker_turns > self.max_turns:
             raise UserError("--worker_turns must not be more than --max_turns")

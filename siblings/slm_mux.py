@@ -93,7 +93,10 @@ class Vote(NamedTuple):
 
 
 def vote(samples: list[str], golds: tuple[str, ...]) -> Vote:
-    """The vote of samples in the form of grading.normalise. The first sample decides a tie."""
+    """The vote of samples in the form of grading.normalise.
+
+    Of equally frequent answers the one that comes first wins.
+    """
     answer, count = Counter(samples).most_common(1)[0]
     return Vote(answer, count / len(samples), grading.exact_match(answer, golds))
 

@@ -122,15 +122,14 @@ def same_question(text: str) -> str:
 
 def load_set(name: str) -> list[Question]:
     """All questions of a set: a short name, "hub:OWNER/REPO/path.jsonl" or a file."""
-    if os.path.isfile(name):
-        return read_questions(read_rows(Path(name), name), name, "question", "answer")
-    if name in BENCHMARKS:
+    is_file = os.path.isfile(name)
+    if name in BENCHMARKS and not is_file:
         address, question, answer = BENCHMARKS[name]
         rows = read_rows(from_hub(address), name)
         rows = ((n, row) for n, row in rows if not row.get("image") and not row.get("file_name"))
         return read_questions(rows, name, question, answer)
     short, _, part = name.partition("/")
-    if short in SETS:
+    if short in SETS and not is_file:
         folder, evaluation_part = SETS[short]
         path = from_hub(f"{FLASHRAG}/{folder}/{part or evaluation_part}.jsonl")
     elif name.startswith("hub:"):

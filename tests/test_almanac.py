@@ -375,6 +375,12 @@ def test_fidelity_is_a_correlation_with_an_interval_over_questions():
     assert fidelity.fidelity(np.ones(320), worth, questions)["correlation"] == 0
 
 
+def test_fidelity_refuses_a_reader_that_is_not_trained(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"system1": "frozen"}')
+    assert fidelity.main([str(tmp_path), "--name", "x", "--start"]) == 2
+    assert "not trained" in capsys.readouterr().err
+
+
 def test_a_rule_does_not_depend_on_the_runs_own_groups():
     """Of a run with --shared_group, and of one without."""
     trajectories, notes = two_attempts()

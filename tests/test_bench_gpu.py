@@ -48,6 +48,7 @@ def test_the_jobs_of_the_almanac_wait_for_files_that_other_jobs_write(tmp_path, 
     monkeypatch.setattr(pages.arms, "run_missing", run_missing)
     monkeypatch.setattr(swap, "measure", lambda options: opened.update(options.run) or [])
     monkeypatch.setattr(fidelity, "weights_of", lambda run, start: opened.add(run) or ("", {}))
+    monkeypatch.setattr(fidelity.folders, "read_json", lambda path: {"system1": "train"})
     monkeypatch.setattr(fidelity, "open_run", lambda checkpoint, options: None)
     for module in (swap, fidelity):
         monkeypatch.setattr(module, "publish", lambda name, rows, folder: folders.add(folder))

@@ -163,4 +163,5 @@ def test_a_run_is_trained_and_its_errors_are_measured(tmp_path, monkeypatch, cap
     monkeypatch.setattr(bvpo_errors.toy, "build", None)
     assert bvpo.main(["measure", str(folder), "--pairs", "1"]) == 0
     assert capsys.readouterr().out.count("K = 4: ") == 2
-    assert bvpo.main(["measure", "--traces", "4", *runs[:2]]) == 2
+    for line in (["--traces", "4"], [str(folder), *runs[:2]]):
+        assert bvpo.main(["measure", *line]) == 2

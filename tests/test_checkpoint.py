@@ -188,11 +188,15 @@ def test_a_kill_between_any_two_touches_of_the_disk_leaves_a_whole_state(
 
 
 def test_a_run_that_was_copied_without_its_links_is_named(run, tmp_path):
-    save(tmp_path, 1, run)
-    (tmp_path / "checkpoint").unlink()
-    shutil.copytree(trainer.newest_model(tmp_path), tmp_path / "checkpoint")
-    with pytest.raises(UserError, match="copied without links: remove it"):
-        trainer.link_checkpoint(tmp_path)
+    save(tmp_path, 1, run, {1: 0.5})
+    for name in ("checkpoint", "best"):
+        link = tmp_path / name
+        link.unlink()
+        shutil.copytree(trainer.newest_model(tmp_path), link)
+        with pytest.raises(UserError, match=f"{name} is a folder.*copied without links: remove"):
+            trainer.link_checkpoint(tmp_path)
+        shutil.rmtree(link)
+    trainer.link_checkpoint(tmp_path)
     assert weights_in(tmp_path / "checkpoint")
 
 

@@ -53,7 +53,7 @@ def test_a_model_that_has_no_plan_is_named(tmp_path):
     config = mars.MarsConfig(server="http://localhost:1")
     plan = partial(memory.memory_plan, config=config, longest=100, world=1, device=CPU)
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="t5. is no causal language model"):
+    with pytest.raises(UserError, match="t5 is no causal language model"):
         plan(tmp_path)
     shape = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
     AutoConfig.for_model("mamba", **shape).save_pretrained(tmp_path)

@@ -19,6 +19,7 @@ from siblings import mifo, mifo_toy, solo
 from siblings.bvpo import BvpoConfig
 from siblings.hanabi import HanabiConfig
 from siblings.marsrl import MarsrlConfig
+from siblings.matpo import MatpoConfig
 from siblings.mifo import MifoConfig
 
 TOKENIZER = mifo_toy.language.make_tokenizer()
@@ -176,12 +177,13 @@ REFUSED += [{"inner_steps": 2}, {"lora_rank": 1}]
 
 REFUSED = [(MifoConfig, given) for given in REFUSED]
 REFUSED += [(BvpoConfig, {"group": 4}), (BvpoConfig, {"advantage": "mean"})]
+REFUSED += [(MatpoConfig, {"format_share": 0.1, "resample": 1})]
 REFUSED += [(HanabiConfig, {"grader": "judge"}), (MarsrlConfig, {"tools": "search"})]
 
 
 @pytest.mark.parametrize("config, given", REFUSED, ids=str)
 def test_what_would_be_trained_wrongly_or_ignored_is_refused(config, given):
-    with pytest.raises(UserError, match="this method needs|leave --data") as refusal:
+    with pytest.raises(UserError, match="this method needs|leave (--data|it) out") as refusal:
         config(**given).check(training=True)
     assert "False" not in str(refusal.value)  # --no-resume, not --resume False
 

@@ -326,7 +326,7 @@ def test_blocked_results_are_left_out_and_pages_that_redirect_there(server, tmp_
     assert find("ada") == []
     server.replies = [retrieved({"contents": "bad", "url": "http://wiki/page"})]
     assert search.make("retriever", cache=None, block=["wiki"])("ada") == []
-    for names in ({"url": "/a/path", "id": "Doc[1]"}, {"id": "doc.17"}, {}):
-        server.replies = [retrieved({"contents": "bad"} | names)]
+    for nameless in ({"contents": "bad", "url": "/a", "id": "a.17"}, {"contents": "[1]"}, "bad"):
+        server.replies = [retrieved(nameless)]
         with pytest.raises(ToolError, match="name no hosts.*--block"):
             find("ada")

@@ -89,3 +89,4 @@ def test_the_command_and_its_cache(tmp_path, monkeypatch, capsys):
     first_table = written.read_text()
     assert slm_mux.main(line) == 0
     assert "warm start" not in capsys.readouterr().out and written.read_text() == first_table
+    assert slm_mux.main([*line, "--temperature", "0.0005"]) == 2  # before anything is trained

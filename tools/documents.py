@@ -5,7 +5,8 @@ words begin the next passage, so that no sentence falls between two. Its title n
 above it, and its url names the file and the lines (or the page of a PDF or slide), so that a note
 can give its source. A document that fits into one passage is not changed.
 
-A file that cannot be read is skipped and listed, and the rest of the folder is read. Links to
+A file that cannot be read is skipped and listed, and the rest of the folder is read. If the machine
+lacks memory or disk space, nothing is read. Links to
 folders and links out of the folder are not followed: a cloned folder may link to anything.
 
 Tests: pytest tests/test_documents.py
@@ -135,6 +136,8 @@ def _read_file(file: Path, home: Path) -> str | NotText:
         return reader.read(raw, kind)
     except NotText as error:
         return error
+    except OSError as error:  # another time it may be read, so it must not be left out
+        raise OSError(f"{one_line(str(file), 300)}: {error}") from None
 
 
 def _read_jsonl(path: Path) -> list[Document]:

@@ -201,18 +201,18 @@ def _excess(pid: int, memory: int) -> str:
     The kernel does not limit root's threads, and it does not count page tables as address space:
     a page that is far from all others takes two more pages for its tables.
     """
-    # A thread that has ended shows no memory, and the program's first thread may have ended.
     for thread in _threads(pid):
         try:
             status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
         except OSError:  # it has just ended
             continue
         fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-        page_tables = int(fields.get("VmPTE", "0 kB").split()[0]) << 10
+        if "VmPTE" not in fields:  # It has ended, as the program's first thread can before others.
+            continue
         if int(fields["Threads"]) > THREADS:
             return f"killed: more than {THREADS} threads"
-        if page_tables > memory // 8:
-            return "killed: memory"
+        page_tables = int(fields["VmPTE"].split()[0]) << 10
+        return "killed: memory" if page_tables > memory // 8 else ""
     return ""
 
 

@@ -73,7 +73,7 @@ def read(raw: bytes, kind: str) -> str:
         except subprocess.SubprocessError as error:
             # The kernel kills a child when the machine's memory is used up.
             if getattr(error, "returncode", None) in (CANNOT_WRITE, -signal.SIGKILL):
-                raise OSError(f"{kind.upper()}: the machine lacks memory or disk space") from None
+                raise OSError("the machine lacks memory or disk space for it") from None
             raise NotText(f"{kind.upper()} that is damaged, locked or too large") from None
         output.seek(0)
         text = output.read().decode("utf-8", "replace")
@@ -85,7 +85,8 @@ def read(raw: bytes, kind: str) -> str:
 def decode(raw: bytes, declared: str | None = None) -> str:
     """Decodes text by its byte order mark, else as `declared`, else as UTF-8 or windows-1252.
 
-    It is not UTF-8 if this fits less than half of what is not ASCII. NotText for binary bytes.
+    Damaged text is UTF-8 if at least half of its characters outside ASCII are valid. NotText for
+    binary bytes.
     """
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return raw.decode("utf-16", "replace")
@@ -95,6 +96,8 @@ def decode(raw: bytes, declared: str | None = None) -> str:
         return raw.decode("utf-8-sig", "replace")
     if declared:
         return raw.decode(declared, "replace")
+    with contextlib.suppress(UnicodeDecodeError):
+        return raw.decode()
     text = raw.decode("utf-8", "replace")
     foreign = len(text) - len(text.encode("ascii", "ignore"))
     is_utf8 = 2 * text.count("\N{REPLACEMENT CHARACTER}") <= foreign

@@ -135,7 +135,7 @@ class Client:
             )
         except OSError as error:
             problem = "the certificates that SSL_CERT_FILE or SSL_CERT_DIR names cannot be read"
-            raise UserError(f"{problem} ({error.strerror})") from None
+            raise UserError(f"{problem} ({error.strerror}): unset the variable") from None
         except Exception:  # its message contains the proxy's address with the password
             problem = "the proxy in the environment (HTTPS_PROXY, ALL_PROXY) is of no use: unset it"
             raise UserError(problem) from None

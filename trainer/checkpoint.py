@@ -133,10 +133,15 @@ def newest_model(folder: Path) -> Path | None:
 
 
 def link_checkpoint(folder: Path) -> None:
-    """Makes checkpoint/ a link to the newest state's model."""
+    """Makes checkpoint/ a link to the newest state's model. UserError if a link is a folder."""
+    for link in (folder / "checkpoint", folder / "best"):
+        if link.is_dir() and not link.is_symlink():
+            raise UserError(
+                f"{link} is a folder and not a link, so the run was copied without links: remove "
+                "its folders checkpoint and best, and go on with --resume"
+            )
     if model := newest_model(folder):
-        with on_disk(f"write {folder / 'checkpoint'}"):
-            point(folder / "checkpoint", model)
+        point(folder / "checkpoint", model)
 
 
 def load_optimizer(state: Path, policy: nn.Module, optimizer) -> None:

@@ -40,11 +40,7 @@ def memory_plan(model, *, config, longest: int, world: int, device, training: bo
     `model`: a folder or a hub name. `longest`: the most tokens of a sample. `world`: processes.
     A GPU needs the larger of two sums: what it holds while it samples, and while it trains.
     """
-    shape = load_shape(model)
-    try:
-        parts = memory_parts(shape, config, longest, world, device.type, training)
-    except ValueError:
-        raise UserError(f"{model} ({shape.model_type}) is no causal language model") from None
+    parts = memory_parts(load_shape(model), config, longest, world, device.type, training)
 
     def size(absent=()) -> float:
         return sum(part for name, part in parts.items() if name not in absent) / GIB
@@ -78,8 +74,12 @@ def memory_plan(model, *, config, longest: int, world: int, device, training: bo
 
 def memory_parts(shape, config, longest: int, world: int, kind: str, training: bool) -> dict:
     """Bytes by purpose; "KV pool" has those of one token. `shape`: a model's config."""
-    with torch.device("meta"):  # no weight is allocated
-        model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
+    try:
+        with torch.device("meta"):  # no weight is allocated
+            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)
+    except ValueError:
+        problem = f"{shape.model_type} is no causal language model: use another model"
+        raise UserError(problem) from None
     weights = model.num_parameters()
     adapters = config.lora_rank > 0
     if adapters:
