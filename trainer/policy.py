@@ -187,7 +187,7 @@ def compile_layers(model, compiler: str) -> None:
 def layers(model) -> nn.ModuleList:
     """The decoder's layers. Their attribute has different names in different models."""
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
+    for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UserError(f"{type(model).__name__} has no list of its {count} layers: use another model")
