@@ -220,7 +220,7 @@ def read_row(row: dict, source: str, number: int, question: str, answer: str) ->
         raise ValueError(f'"{question}" is missing, empty or not a text')
     if not isinstance(golds, list) or not all(isinstance(gold, str) for gold in golds):
         raise ValueError(f'"golden_answers" is not a list of texts, nor "{answer}" a text')
-    if source == "browsecomp":
+    if source == "browsecomp" and question == "problem":  # not a file with the set's name
         text, *golds = [decrypt(part, row.get("canary", "")) for part in (text, *golds)]
     if not "".join(golds).strip():
         golds = []

@@ -1,5 +1,6 @@
 """Bytes to text, files to documents, documents to passages."""
 
+import errno
 import functools
 import html
 import io
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import zipfile
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -235,6 +237,11 @@ def test_a_full_disk_or_memory_is_no_fault_of_a_file(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "w+b"))
         with pytest.raises(UserError, match="cannot keep the search index.*memory or disk space"):
+            build()
+    with monkeypatch.context() as patch:
+        lacking = OSError(errno.EMFILE, "Too many open files")
+        patch.setattr(Path, "read_bytes", Mock(side_effect=lacking))
+        with pytest.raises(UserError, match="cannot keep the search index.*a.html: Too many open"):
             build()
     killed = subprocess.CalledProcessError(-signal.SIGKILL, "reader")
     with monkeypatch.context() as patch:

@@ -82,7 +82,7 @@ def test_a_bad_spec_is_one_sentence(tmp_path, monkeypatch, spec):
 def test_a_file_goes_before_a_set_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("nq").mkdir()
-    for name in ("nq/mine.jsonl", "hle"):
+    for name in ("nq/mine.jsonl", "hle", "browsecomp"):
         write(tmp_path / name, line(1))
         assert len(load_questions(name)) == 1
 

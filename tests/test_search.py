@@ -287,7 +287,9 @@ def test_a_paper_that_is_refused_is_read_from_its_open_copy(server, tmp_path):
 SAME_SITE = """https://bad.test/x https://BAD.Test/x https://bad.test./x https://www.bad.test
 https://a.b.bad.test/x https://bad.test:8443/x https://user:word@bad.test/x ftp://bad.test/x
 https://good.test@bad.test/ //bad.test/x bad.test/x?from=http://good.test/ bad.test bad.test:80/x
-http://[bad bad.test/a//b https:bad.test/x http:/bad.test/x https://ｂad.test/""".split()
+http://[bad bad.test/a//b https:bad.test/x http:/bad.test/x https://ｂad.test/
+https://bad.test\\x https:\\\\bad.test/x https://bad.test\\@good.test/x https://b%61d.test/x
+https://bad%2Etest/ https://ä..BAD。test/x""".split()
 OTHER_SITES = """https://notbad.test/ https://bad.test.good.test/ https://good.test/bad.test
 https://good.test/?u=https://bad.test/ https://bad.test@good.test/ good.test/bad.test x
 [1] Doc[bad]""".split()

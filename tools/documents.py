@@ -13,6 +13,7 @@ Tests: pytest tests/test_documents.py
 """
 
 import bisect
+import errno
 import functools
 import json
 import os
@@ -31,6 +32,8 @@ WHAT_IS_READ = f"a JSONL file, or a folder of {', '.join(KINDS)} files, or one s
 LINE_FORMAT = 'a line is {"id": …, "title"?: …, "contents": …}, with an id of its own'
 LARGEST_FILE = 64 << 20  # bytes
 LONGEST_TITLE = 300
+# Errors that will come again. Others, such as too many open files, are the machine's.
+OF_THE_FILE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)
 # Scripts without spaces (Chinese, Japanese, Thai, Lao, Burmese, Khmer): a character is a word.
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 UNSPACED += "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
@@ -129,15 +132,14 @@ def _read_file(file: Path, home: Path) -> str | NotText:
             return NotText("a link out of the folder")
         if file.stat().st_size > LARGEST_FILE:
             return NotText(f"more than {LARGEST_FILE >> 20} MiB")
-        raw = file.read_bytes()
-    except OSError as error:
-        return NotText(f"cannot be opened ({error.strerror})")
-    try:
-        return reader.read(raw, kind)
+        return reader.read(file.read_bytes(), kind)
     except NotText as error:
         return error
-    except OSError as error:  # another time it may be read, so it must not be left out
-        raise OSError(f"{one_line(str(file), 300)}: {error}") from None
+    except OSError as error:
+        if error.errno in OF_THE_FILE:
+            return NotText(f"cannot be opened ({error.strerror})")
+        # The machine is at fault. Another time the file can be read, so it must not be left out.
+        raise OSError(f"{one_line(str(file), 300)}: {error.strerror or error}") from None
 
 
 def _read_jsonl(path: Path) -> list[Document]:

@@ -72,7 +72,8 @@ def read(raw: bytes, kind: str) -> str:
             subprocess.run(command, stdout=output, check=True, **options)
         except subprocess.SubprocessError as error:
             # The kernel kills a child when the machine's memory is used up.
-            if getattr(error, "returncode", None) in (CANNOT_WRITE, -signal.SIGKILL):
+            machine = (CANNOT_WRITE, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+            if getattr(error, "returncode", None) in machine:
                 raise OSError("the machine lacks memory or disk space for it") from None
             raise NotText(f"{kind.upper()} that is damaged, locked or too large") from None
         output.seek(0)

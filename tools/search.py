@@ -19,6 +19,7 @@ import json
 import os
 import re
 import string
+import unicodedata
 import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -203,19 +204,23 @@ def is_within(host: str, block: tuple[str, ...]) -> bool:
 
 def host_of(url: str) -> str:
     """The host in a URL, or "" if there is none or the URL is malformed."""
+    # Browsers take \ for / and decode %xx in a host.
+    plain = url.strip().replace("\\", "/")
     # A retriever may omit the scheme, so a leading part that looks like a host gets // before it.
-    plain = re.sub(r"^([a-z][a-z0-9+.-]*:)?/*(?=[^/:]*[.])", "//", url.strip(), flags=re.IGNORECASE)
+    plain = re.sub(r"^([a-z][a-z0-9+.-]*:)?/*(?=[^/:]*[.])", "//", plain, flags=re.IGNORECASE)
     try:
-        return plain_host(urllib.parse.urlsplit(plain).hostname or "")
+        host = plain_host(urllib.parse.unquote(urllib.parse.urlsplit(plain).hostname or ""))
     except ValueError:  # for example http://[bad or Doc[1]
         return ""
+    return host if re.fullmatch(r"[a-z0-9_.:-]*", host) else ""
 
 
 def plain_host(host: str) -> str:
     """A host in the form of DNS: ASCII, lower case, without the last dot."""
+    host = unicodedata.normalize("NFKC", host).replace("\u3002", ".").lower()
     with contextlib.suppress(UnicodeError):  # the name is not valid
         host = host.encode("idna").decode()
-    return host.lower().rstrip(".")
+    return host.rstrip(".")
 
 
 # The pages behind the results --------------------------------------------------------------------
