@@ -304,7 +304,8 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
         arm = name.removeprefix("start-").split("-5")[0]
         assert (config.system1 == "none") == (arm in ("none", "one-agent", "passages"))
         folder = Path(config.runs) / config.name
-        assert (config.bf16, config.page_fields) == ("on", 6)
+        # A start has its run's limits, too.
+        assert (config.bf16, config.page_fields, config.sys1_response) == ("on", 6, 50)
         if "eval" in line:  # it reads as its arm does
             assert (config.temperature == 0) == name.endswith("greedy")
             reads = parse(parser(AlmanacConfig, ""), arms.ARMS["almanac"].get(arm, []))
@@ -325,7 +326,8 @@ def test_the_bench_makes_what_is_missing_of_every_arm_and_resumes(tmp_path, monk
     monkeypatch.setattr(arms, "cells", lambda folder, page_fields: {"all": [page_fields, 9]})
     monkeypatch.setattr(arms, "call_python", call_python)
     options = SimpleNamespace(seeds=[5], arms=arms.ARMS["almanac"], eval_questions="9")
-    options.more, options.runs, options.records = ["--bf16", "on"], tmp_path, tmp_path / "records"
+    options.more = ["--bf16", "on", "--sys1_response", "50"]
+    options.runs, options.records = tmp_path, tmp_path / "records"
     longer = pages.at_length(options, 6)
     longer.decodings = arms.DECODING
     begun = longer.runs / "own-5" / "config.json"
