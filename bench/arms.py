@@ -187,7 +187,7 @@ def run_missing(options: argparse.Namespace) -> None:
 
 
 def weights_of(run: Path, start: bool) -> tuple[str, dict]:
-    """The checkpoint of a run's first weights if `start`, else of its last; options it needs."""
+    """The checkpoint of a run's first weights if `start`, else of its last, and its options."""
     saved = folders.read_json(run / "config.json")
     if not start:
         return str(run), {}

@@ -36,7 +36,8 @@ from recipes import almanac
 from rollout import Context, Env, Sample, Trajectory, play_batch
 
 # rule -> the options that choose it
-RULES = {rule: {"credit": rule} for rule in ("mars", "pooled", "own", "candid")}
+NAMES = ("mars", "pooled", "own", "candid")
+RULES = {rule: {"credit": rule, "shared_group": False} for rule in NAMES}
 RULES["inherited"] = {"credit": "mars", "shared_group": True}
 
 
@@ -108,8 +109,7 @@ def advantages(run: Run, trajectories: list[Trajectory], readers: list[Sample]) 
     """rule -> each note's advantage times its loss weight: the push on its log-probability."""
     pushes = {}
     for rule, options in RULES.items():
-        fixed = {"balance": "none", "shared_group": False}
-        config = dataclasses.replace(run.config, **fixed | options)
+        config = dataclasses.replace(run.config, balance="none", **options)
         almanac.credit(config, trajectories, 0)
         pushes[rule] = np.array([reader.advantage * reader.loss_weight for reader in readers])
     return pushes

@@ -376,9 +376,9 @@ def complete(tools: list[Tool], command: str, given: dict) -> dict:
         exists = run = models.run_of(Path(given["checkpoint"]))
     is_resumed = command == "train" and exists  # Then it repeats the run's own options.
     is_bare = command == "ask" and not exists  # `ask` demands --docs for a model without a run.
-    for name, value in FIXED.items() if not (is_resumed or is_bare) else ():
-        if given.get(name, value) != value:
-            raise UserError(f"the almanac has its own questions and pages: leave --{name} out")
+    refused = [name for name, value in FIXED.items() if given.get(name, value) != value]
+    if refused and not is_resumed and not is_bare:
+        raise UserError(f"the almanac has its own questions and pages: leave --{refused[0]} out")
     if exists:
         saved = folders.read_json(run / "config.json")
     else:

@@ -85,7 +85,9 @@ class MatpoConfig(Config):
         if self.format_share > 1:
             raise UserError(f"--format_share must be at most 1, got {self.format_share}")
         if training and self.format_share and self.resample:
-            raise UserError("--resample compares answers only: leave it out, or --format_share 0")
+            raise UserError(
+                "--resample only compares answers: leave it out, or use --format_share 0"
+            )
         # mars.extend demands an answer at --max_turns, from a worker as well.
         if self.worker_turns > self.max_turns:
             raise UserError("--worker_turns must not be more than --max_turns")

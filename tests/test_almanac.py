@@ -23,7 +23,9 @@ from recipes import almanac, almanac_world
 from recipes.almanac import AlmanacConfig, Note
 from recipes.almanac_world import GROUPS, KINDS, PATTERNS, PLACES, Fact
 from rollout import Sample, Trajectory
+from sampler import Completion
 from tasks.chat import ChatFormat
+from tasks.format import Action
 from tasks.questions import same_question
 
 needs_pages = pytest.mark.skipif(
@@ -375,6 +377,18 @@ def test_fidelity_is_a_correlation_with_an_interval_over_questions():
     none = fidelity.fidelity(noise, worth, questions)
     assert none["low"] < 0 < none["high"] < 0.25
     assert fidelity.fidelity(np.ones(320), worth, questions)["correlation"] == 0
+
+
+def test_an_answer_that_was_cut_does_not_count_in_fidelity():
+    drawn = [Completion([1], [0.0], finish) for finish in ("stop", "length")]
+    run = SimpleNamespace(
+        sampler=SimpleNamespace(generate=lambda prompts, **options: drawn),
+        chat=SimpleNamespace(stop_ids=[0], parse=lambda *given, **options: Action(answer="x")),
+        grade=lambda question, answer: 1.0,
+        config=AlmanacConfig(),
+    )
+    replay = fidelity.Replay(SimpleNamespace(question=None), [[1]], [])
+    assert fidelity.answer_again(run, replay, 2, 0).tolist() == [[1.0, 0.0]]
 
 
 def test_fidelity_refuses_a_reader_that_is_not_trained(tmp_path, capsys):

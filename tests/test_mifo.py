@@ -188,6 +188,12 @@ def test_what_would_be_trained_wrongly_or_ignored_is_refused(config, given):
     assert "False" not in str(refusal.value)  # --no-resume, not --resume False
 
 
+@pytest.mark.parametrize("name", ["rl_steps", "sft_steps", "threshold", "history"])
+def test_an_evaluation_takes_no_option_of_training(name, capsys):
+    assert mifo.main(["eval", "runs/mifo", f"--{name}", "1"]) == 2
+    assert f"does not read --{name}" in capsys.readouterr().err
+
+
 if __name__ == "__main__":
     mifo_toy.build.keywords["steps"] = (1, 1)
     sys.exit(mifo.main(sys.argv[1:]))

@@ -328,7 +328,8 @@ def test_blocked_results_are_left_out_and_pages_that_redirect_there(server, tmp_
     assert find("ada") == []
     server.replies = [retrieved({"contents": "bad", "url": "http://wiki/page"})]
     assert search.make("retriever", cache=None, block=["wiki"])("ada") == []
-    for nameless in ({"contents": "bad", "url": "/a", "id": "a.17"}, {"contents": "[1]"}, "bad"):
+    nameless_ones = [{"contents": "bad", "url": "/a/path", "id": "Doc[1]"}, "bad"]
+    for nameless in (*nameless_ones, {"contents": "bad", "id": "doc.17"}):
         server.replies = [retrieved(nameless)]
         with pytest.raises(ToolError, match="name no hosts.*--block"):
             find("ada")

@@ -6,8 +6,8 @@ above it, and its url names the file and the lines (or the page of a PDF or slid
 can give its source. A document that fits into one passage is not changed.
 
 A file that cannot be read is skipped and listed, and the rest of the folder is read. If the machine
-lacks memory or disk space, nothing is read. Links to
-folders and links out of the folder are not followed: a cloned folder may link to anything.
+lacks memory or disk space, nothing is read. Links to folders and links out of the folder are not
+followed: a cloned folder may link to anything.
 
 Tests: pytest tests/test_documents.py
 """

@@ -72,8 +72,7 @@ def read(raw: bytes, kind: str) -> str:
             subprocess.run(command, stdout=output, check=True, **options)
         except subprocess.SubprocessError as error:
             # The kernel kills a child when the machine's memory is used up.
-            machine = (CANNOT_WRITE, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
-            if getattr(error, "returncode", None) in machine:
+            if getattr(error, "returncode", None) in (CANNOT_WRITE, -signal.SIGKILL):
                 raise OSError("the machine lacks memory or disk space for it") from None
             raise NotText(f"{kind.upper()} that is damaged, locked or too large") from None
         output.seek(0)
@@ -86,8 +85,8 @@ def read(raw: bytes, kind: str) -> str:
 def decode(raw: bytes, declared: str | None = None) -> str:
     """Decodes text by its byte order mark, else as `declared`, else as UTF-8 or windows-1252.
 
-    Damaged text is UTF-8 if at least half of its characters outside ASCII are valid. NotText for
-    binary bytes.
+    Damaged text counts as UTF-8 if at least half of its characters outside ASCII are valid. Raises
+    NotText if the bytes are binary.
     """
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return raw.decode("utf-16", "replace")
